@@ -1,0 +1,141 @@
+"""One frozen dataclass per kernel: its specialisation fields, argument list, cache key, manifest row, log line and test id.
+
+A field is here iff it changes the compiled code. Sizes, strides, scales and SM counts are run-time arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from cute_kernels.errors import InvalidArgument
+from cute_kernels.target import Target
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Base of all specs.
+
+    target        family and architecture
+    vector_bytes  global access width the tensors' alignment allows: 16 or 32
+    pdl           launched with programmatic dependent launch
+    """
+
+    target: Target
+    vector_bytes: int = 16
+    pdl: bool = True
+
+    operation: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self._require("vector_bytes", 16, 32)
+
+    def _require(self, field: str, *allowed: object) -> None:
+        value = getattr(self, field)
+        if value not in allowed:
+            raise InvalidArgument(f"{type(self).__name__}.{field}", repr(value), " or ".join(map(repr, allowed)))
+
+    @property
+    def module(self) -> str:
+        """The module whose `trace(spec)` returns (host function, fake arguments) for `cute.compile`."""
+        return f"cute_kernels.{self.target.family}.{self.operation}"
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        """Arguments of the compiled function in order; the stream comes from TVM-FFI's environment."""
+        raise NotImplementedError
+
+    def fields(self) -> dict[str, Any]:
+        """The specialisation as plain JSON data: what the key hashes and the manifest shows."""
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "target"}
+        return {"operation": self.operation, "family": self.target.family, "gpu_arch": self.target.gpu_arch, **row}
+
+    def canonical(self) -> str:
+        """`fields()` as canonical JSON, the same in every process."""
+        return json.dumps(self.fields(), sort_keys=True, separators=(",", ":"))
+
+    def __str__(self) -> str:
+        own = [f"{k}={v}" for k, v in self.fields().items() if k not in ("operation", "family", "gpu_arch")]
+        return f"{self.operation}[{self.target} {' '.join(own)}]"
+
+
+@dataclass(frozen=True)
+class CompressStoreSpec(KernelSpec):
+    """ratio      4 (overlapping 8-row window) or 128
+    kv_format  row written: "bf16", "fp8" (SM100), "fp8_ds_mla" (SM120)
+    scores     this step's rows come in `kv_score`; False: every row lies in the state pool already
+    save       "none" (only with scores=False), "every_row", or "policy" (rollback and prefix_stride at run time)
+    """
+
+    ratio: int = 4
+    kv_format: str = "bf16"
+    scores: bool = True
+    save: str = "every_row"
+
+    operation: ClassVar[str] = "compress_store"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("ratio", 4, 128)
+        self._require("kv_format", *(("bf16", "fp8") if self.target.family == "sm100" else ("fp8_ds_mla",)))
+        self._require("save", *(("every_row", "policy") if self.scores else ("none",)))
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return (
+            *(("kv_score", "ape") if self.scores else ()),
+            *("state", "state_block_table", "positions", "token_to_req", "state_slots", "kv_slots"),
+            *(("seq_lens",) if self.save == "policy" else ()),
+            *("norm_weight", "cos_sin", "kv_cache", "eps"),
+            *(("inverse_kv_scale",) if self.kv_format == "fp8" else ()),
+            *(("rollback", "prefix_stride") if self.save == "policy" else ()),
+        )
+
+
+@dataclass(frozen=True)
+class SparseIndicesSpec(KernelSpec):
+    """source  where the compressed ids come from: an `IdSource` value
+    slots   a slot mapping marks padding rows (negative); False: every row below T is real
+
+    The family decides the form: SM100 writes one combined table of storage rows, SM120 two segments of slots.
+    """
+
+    source: str = "local"
+    slots: bool = True
+
+    operation: ClassVar[str] = "sparse_indices"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("source", "none", "local", "global", "all_groups")
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        has_ids, has_part = self.source in ("local", "global"), self.source != "none"
+        combined = self.target.family == "sm100"
+        window_outputs = ("table", "lengths") if combined else ("window_table", "window_lengths")
+        return (
+            *("positions", "token_to_req", "window_block_table"),
+            *(("slots",) if self.slots else ()),
+            *(("ids",) if has_ids else ()),
+            *(("compressed_block_table",) if self.source in ("local", "all_groups") else ()),
+            *window_outputs,
+            *(("compressed_table", "compressed_lengths") if has_part and not combined else ()),
+            *("window_pages", "window_page_rows"),
+            *(("window_span",) if combined else ()),
+            *(("compressed_pages", "compressed_page_rows") if has_part else ()),
+            *(("compressed_span",) if has_part and combined else ()),
+            *(("ratio",) if self.source in ("local", "all_groups") else ()),
+        )
+
+
+SPEC_TYPES: dict[str, type[KernelSpec]] = {s.operation: s for s in (CompressStoreSpec, SparseIndicesSpec)}
+
+
+def spec_from_fields(fields: dict[str, Any]) -> KernelSpec:
+    """The inverse of `KernelSpec.fields()`, for manifests."""
+    rest = dict(fields)
+    spec_type = SPEC_TYPES[rest.pop("operation")]
+    return spec_type(target=Target(rest.pop("family"), rest.pop("gpu_arch")), **rest)
