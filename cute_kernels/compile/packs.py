@@ -1,0 +1,122 @@
+"""AOT packs: folders with one shared library of many kernels and a manifest, read only, loaded without `cutlass`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import platform
+from pathlib import Path
+from typing import Any
+
+from cute_kernels import env
+from cute_kernels.compile import loader
+from cute_kernels.compile.fingerprint import source_fingerprint
+from cute_kernels.compile.loader import Kernel
+from cute_kernels.compile.spec import KernelSpec
+from cute_kernels.errors import PackError
+from cute_kernels.target import Target
+
+log = logging.getLogger("cute_kernels")
+MANIFEST, LIBRARY, LAYOUT = "manifest.json", "kernels.so", 1
+
+
+class Pack:
+    """One opened pack. The library is loaded, and its checksum compared, when its first kernel is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        from cute_kernels.compile.store import checksum
+
+        self.folder = folder
+        try:
+            self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
+            layout, machine = self.manifest["layout"], self.manifest["machine"]
+            self.gpu_arch: str = self.manifest["gpu_arch"]
+            self._rows = {(json.dumps(k["spec"], sort_keys=True), k["source"]): k for k in self.manifest["kernels"]}
+            wanted = self.manifest["sha256"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PackError(f"{folder} is no AOT pack: {error!r}", hint="build one with `python -m cute_kernels compile`") from error
+        if layout != LAYOUT or machine != platform.machine():
+            raise PackError(
+                f"{folder} has layout {layout} for {machine}, expected layout {LAYOUT} for {platform.machine()}",
+                hint="build it again with this version on this kind of machine",
+            )
+        try:
+            intact = checksum(folder / LIBRARY) == wanted
+        except OSError:
+            intact = False
+        if not intact:
+            raise PackError(f"{folder / LIBRARY} is missing or damaged: its checksum is not the manifest's", hint="build the pack again")
+        self._module: Any = None
+
+    @property
+    def families(self) -> set[str]:
+        return {k["spec"]["family"] for k in self.manifest["kernels"]}
+
+    def serves(self, target: Target) -> bool:
+        """Whether code in this pack runs on the target's device."""
+        return self.gpu_arch in target.pack_architectures and target.family in self.families
+
+    def require(self, target: Target) -> Pack:
+        """This pack, or a `PackError` with the list of what it holds where nothing in it runs on the target's device."""
+        if not self.serves(target):
+            raise PackError(
+                f"{self.folder} holds {len(self._rows)} kernels for {self.gpu_arch}, families {sorted(self.families)}, "
+                f"none for {target}; usable there: {', '.join(target.pack_architectures)}",
+                hint=f"python -m cute_kernels compile --arch {target.pack_architectures[-1]} --out DIR",
+            )
+        return self
+
+    def find(self, spec: KernelSpec) -> Kernel | None:
+        """The kernel of `spec`, built for any architecture of this pack that its device runs, from the same sources; else None."""
+        if not self.serves(spec.target):
+            return None
+        mine = dataclasses.replace(spec, target=Target(spec.target.family, self.gpu_arch))
+        row = self._rows.get((json.dumps(mine.fields(), sort_keys=True), source_fingerprint(spec.module)))
+        if row is None:
+            return None
+        if self._module is None:
+            self._module = loader.load_library(self.folder / LIBRARY)
+        return self._module[row["symbol"]]
+
+
+def folders() -> list[Path]:
+    """Where packs are looked for: CUTE_KERNELS_PACKS, then build/packs of a source checkout."""
+    checkout = Path(__file__).resolve().parents[2] / "build" / "packs"
+    own = sorted(p.parent for p in checkout.glob(f"*/{MANIFEST}")) if checkout.is_dir() else []
+    return [*map(Path, env.PACKS.paths()), *own]
+
+
+@functools.cache
+def _opened(folder: Path) -> Pack | None:
+    try:
+        return Pack(folder)
+    except PackError as error:
+        log.warning("pack ignored: %s", error)
+        return None
+
+
+@functools.cache
+def _note(note: str) -> None:
+    log.warning("%s", note)
+
+
+def find(spec: KernelSpec) -> tuple[Kernel | None, str]:
+    """The kernel of `spec` from the packs at hand, exact architecture first; and, where none has it, why not."""
+    opened = [p for p in map(_opened, folders()) if p is not None]
+    serving = [p for arch in spec.target.pack_architectures for p in opened if p.gpu_arch == arch and p.serves(spec.target)]
+    for pack in serving:
+        kernel = pack.find(spec)
+        if kernel is not None:
+            return kernel, ""
+    if not opened:
+        return None, ""
+    if serving:
+        note = f"{', '.join(str(p.folder) for p in serving)}: no such spec built from these sources"
+    else:
+        held = ", ".join(f"{p.folder} holds {p.gpu_arch}" for p in opened)
+        note = f"no pack serves {spec.target}: {held}; usable there: {', '.join(spec.target.pack_architectures)}"
+    if env.PACKS.paths():
+        _note(note)
+    return None, note
