@@ -1,0 +1,36 @@
+"""The operations in plain PyTorch, on any device: slow, obvious, and the judge of every kernel. CPU tensors take this path by default.
+
+All arithmetic is fp32; values are rounded exactly where docs/spec.md says, nowhere else. Nothing here imports a compiler or a GPU
+library, and nothing is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cute_kernels.reference.attention import decode as decode
+    from cute_kernels.reference.compressor import compress_store as compress_store
+    from cute_kernels.reference.indices import sparse_indices as sparse_indices
+    from cute_kernels.reference.insert import qkv_insert as qkv_insert
+    from cute_kernels.reference.rope import cos_sin_table as cos_sin_table
+
+_HOME = {
+    "compress_store": "compressor",
+    "sparse_indices": "indices",
+    "qkv_insert": "insert",
+    "decode": "attention",
+    "cos_sin_table": "rope",
+}
+__all__ = ["compress_store", "cos_sin_table", "decode", "qkv_insert", "sparse_indices"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
