@@ -19,7 +19,7 @@ from cute_kernels.errors import PackError
 from cute_kernels.target import Target
 
 log = logging.getLogger("cute_kernels")
-MANIFEST, LIBRARY, LAYOUT = "manifest.json", "kernels.so", 1
+MANIFEST, LAYOUT = "manifest.json", 1
 
 
 class Pack:
@@ -34,7 +34,7 @@ class Pack:
             layout, machine = self.manifest["layout"], self.manifest["machine"]
             self.gpu_arch: str = self.manifest["gpu_arch"]
             self._rows = {(json.dumps(k["spec"], sort_keys=True), k["source"]): k for k in self.manifest["kernels"]}
-            wanted = self.manifest["sha256"]
+            self.library, wanted = folder / self.manifest["library"], self.manifest["sha256"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PackError(f"{folder} is no AOT pack: {error!r}", hint="build one with `python -m cute_kernels compile`") from error
         if layout != LAYOUT or machine != platform.machine():
@@ -43,11 +43,11 @@ class Pack:
                 hint="build it again with this version on this kind of machine",
             )
         try:
-            intact = checksum(folder / LIBRARY) == wanted
+            intact = checksum(self.library) == wanted
         except OSError:
             intact = False
         if not intact:
-            raise PackError(f"{folder / LIBRARY} is missing or damaged: its checksum is not the manifest's", hint="build the pack again")
+            raise PackError(f"{self.library} is missing or damaged: its checksum is not the manifest's", hint="build the pack again")
         self._module: Any = None
 
     @property
@@ -77,7 +77,7 @@ class Pack:
         if row is None:
             return None
         if self._module is None:
-            self._module = loader.load_library(self.folder / LIBRARY)
+            self._module = loader.load_library(self.library)
         return self._module[row["symbol"]]
 
 

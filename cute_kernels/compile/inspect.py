@@ -1,0 +1,125 @@
+"""What the machine code of a kernel does: instruction classes, access widths, and where it waits for its predecessor."""
+
+from __future__ import annotations
+
+import collections
+import importlib.metadata
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cute_kernels.errors import CompileError
+
+# SASS opcodes by class, first match wins. `barrier` counts block barriers and mbarrier operations, `cluster` whatever needs a
+# cluster of blocks, `pdl` the wait for, and the release of, a programmatic dependent launch.
+_CLASSES: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
+    (name, re.compile(pattern))
+    for name, pattern in (
+        ("global load", r"LDG\b"),
+        ("global store", r"STG\b"),
+        ("bulk copy", r"(UBLKCP|UBLKRED|UTMA\w*|LDGSTS|LDGDEPBAR)\b"),
+        ("shared load", r"(LDS|LDSM)\b"),
+        ("shared store", r"(STS|STSM)\b"),
+        ("local memory", r"(LDL|STL)\b"),
+        ("generic access", r"(LD|ST|STAS|ATOM|ATOMG|ATOMS|RED|REDG|REDAS)\b"),
+        ("cluster", r"(UCGABAR\w*|MAPA)\b"),
+        ("barrier", r"(BAR|SYNCS|WARPSYNC|MEMBAR|FENCE)\b"),
+        ("shuffle", r"(SHFL|REDUX|CREDUX|VOTE|MATCH)\b"),
+        ("pdl", r"(ACQBULK|PREEXIT)\b"),
+        ("special function", r"MUFU\b"),
+        ("conversion", r"(F2F|F2FP|F2I|I2F|I2FP|F2IP)\b"),
+        ("float", r"(FADD2?|FMUL2?|FFMA2?|FMNMX3?|FSETP?|FSEL|FCHK|HADD2|HMUL2|HFMA2|HMNMX2|D\w+)\b"),
+        ("branch", r"(BRA|BRX|EXIT|RET|CALL|BSSY|BSYNC|BREAK|JMP)\b"),
+    )
+)
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+_WIDTHS = (("256", 32), ("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1))
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """Static counts of a kernel's instructions.
+
+    counts        by class, padding excluded
+    widest_load   bytes one thread reads with its widest global load (0: none)
+    widest_store  bytes one thread writes with its widest global store
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    widest_load: int = 0
+    widest_store: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+
+def cuda_tool(name: str) -> Path:
+    """`nvdisasm` or `cuobjdump`, from NVIDIA's wheel or from a toolkit on the PATH."""
+    try:
+        files = importlib.metadata.files(f"nvidia-cuda-{name}") or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for entry in files:
+        if entry.name == name:
+            return Path(str(entry.locate()))
+    found = shutil.which(name)
+    if found is None:
+        raise CompileError(f"{name} is not installed", hint="pip install 'cute-kernels[inspect]'")
+    return Path(found)
+
+
+def disassemble(cubin: Path) -> str:
+    """The SASS of a cubin as text."""
+    ran = subprocess.run([str(cuda_tool("nvdisasm")), "-c", str(cubin)], capture_output=True, text=True)
+    if ran.returncode:
+        raise CompileError(f"nvdisasm refuses {cubin.name}: {ran.stderr.strip()}", hint="it may be older than the compiler")
+    return ran.stdout
+
+
+def count_instructions(sass: str) -> Instructions:
+    """Classes and access widths of the instructions in a disassembly."""
+    counts: collections.Counter[str] = collections.Counter()
+    widest = {"global load": 0, "global store": 0}
+    for opcode in _INSTRUCTION.findall(sass):
+        if opcode == "NOP":
+            continue
+        name = next((name for name, pattern in _CLASSES if pattern.match(opcode)), "integer and other")
+        counts[name] += 1
+        if name in widest:
+            widest[name] = max(widest[name], _width(opcode))
+    return Instructions(dict(counts), widest["global load"], widest["global store"])
+
+
+def _width(opcode: str) -> int:
+    parts = opcode.split(".")
+    return next((size for mark, size in _WIDTHS if mark in parts), 4)
+
+
+_ENTRY = re.compile(r"\.entry\s+(\w+)[^{]*\{(.*?)^\}", re.MULTILINE | re.DOTALL)
+_GLOBAL_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|prefetch|multimem)\.(?!param|shared|const|local)[\w.:]*")
+_BRANCH = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:bra|ret|exit|brx|call)\b", re.MULTILINE)
+
+
+def pdl_faults(ptx: str) -> list[str]:
+    """Where a kernel breaks the rule of programmatic dependent launch: one sentence a fault, none for a sound kernel.
+
+    The rule, in its strict form: the wait stands before the first access to global memory and before the first branch or
+    return, so that every thread executes it first.
+    """
+    faults = []
+    entries = _ENTRY.findall(ptx)
+    if not entries:
+        return ["the PTX has no entry"]
+    for name, body in entries:
+        wait = body.find("griddepcontrol.wait")
+        if wait < 0:
+            faults.append(f"{name}: no griddepcontrol.wait")
+            continue
+        for what, pattern in (("global access", _GLOBAL_ACCESS), ("branch", _BRANCH)):
+            first = pattern.search(body)
+            if first and first.start() < wait:
+                faults.append(f"{name}: {what} `{first[0].strip()}` before griddepcontrol.wait")
+    return faults
