@@ -1,0 +1,282 @@
+"""The index-table kernel of both families: window entries and compressed entries of every row, checked and compacted.
+
+The family hands in its form as values: where each part's columns lie, what an entry is (a pool's span), which lengths are
+written and from which base they count.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_kernels.device.compaction import WARP, count_valid, fill, store_chunk
+from cute_kernels.device.memory import STREAM, base_address, load_vector
+from cute_kernels.device.slots import INT32_MAX, Divisor, Pool, resolve_rows, resolve_slots
+from cute_kernels.kv_format import WINDOW
+
+# Entries of the window part per lane: one warp writes it in one chunk.
+WINDOW_VECTOR = WINDOW // WARP
+# Compressed ids that a lane holds at once where one warp serves a row: enough loads in flight to stream at full bandwidth.
+IDS_PER_LANE = 16
+# Rows up to which a whole block serves one row (short latency), and rows of a block beyond (fewest instructions per row).
+FEW_ROWS = 1024
+WARPS_OF_ONE_ROW = 4
+ROWS_PER_BLOCK = 4
+
+
+class Inputs(NamedTuple):
+    """Tensors that say what each row is; None where the spec has no such argument.
+
+    positions int64 [T]; token_to_req int32 [n]; slots int64 [m]; window_block_table, compressed_block_table int32
+    [requests, columns]; ids int32 [rows of ids, k]
+    """
+
+    positions: cute.Tensor
+    token_to_req: cute.Tensor
+    slots: cute.Tensor | None
+    window_block_table: cute.Tensor
+    ids: cute.Tensor | None
+    compressed_block_table: cute.Tensor | None
+
+    @staticmethod
+    def of(given: dict) -> "Inputs":
+        """The inputs among a host function's arguments by name."""
+        return Inputs(*(given.get(name) for name in Inputs._fields))
+
+
+class Outputs(NamedTuple):
+    """window int32 [rows, >= 128]; compressed int32 [rows, width]; lengths int32 [rows] of each part, or None."""
+
+    window: cute.Tensor
+    window_lengths: cute.Tensor | None
+    compressed: cute.Tensor | None
+    lengths: cute.Tensor | None
+
+
+class SparseIndices:
+    """source       an `IdSource` value
+    vector       entries of the widest access: 4 or 8
+    length_base  what `Outputs.lengths` counts besides the valid compressed entries
+    pdl          launch with programmatic dependent launch
+    """
+
+    def __init__(self, *, source: str, vector: int, length_base: int, pdl: bool) -> None:
+        self.source, self.vector, self.length_base, self.pdl = source, vector, length_base, pdl
+
+    @cute.jit
+    def launch(self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, stream):
+        """Launch on `stream`: by the block for few rows, by the warp for many (host code inside a `@cute.jit` function)."""
+        rows = outputs.window.shape[0]
+        if cutlass.const_expr(self.source == "none"):
+            self.launch_by_warp(inputs, outputs, window, compressed, ratio, stream)
+        elif rows > FEW_ROWS:
+            self.launch_by_warp(inputs, outputs, window, compressed, ratio, stream)
+        else:
+            self.kernel(inputs, outputs, window, compressed, ratio, WARPS_OF_ONE_ROW).launch(
+                grid=[rows, 1, 1], block=[(WARPS_OF_ONE_ROW + 1) * WARP, 1, 1], stream=stream, use_pdl=self.pdl
+            )
+
+    @cute.jit
+    def launch_by_warp(self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, stream):
+        blocks = cute.ceil_div(outputs.window.shape[0], ROWS_PER_BLOCK)
+        self.kernel(inputs, outputs, window, compressed, ratio, 1).launch(
+            grid=[blocks, 1, 1], block=[ROWS_PER_BLOCK * WARP, 1, 1], stream=stream, use_pdl=self.pdl
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        inputs: Inputs,
+        outputs: Outputs,
+        window: Pool,
+        compressed: Pool | None,
+        ratio: Divisor | None,
+        warps: cutlass.Constexpr,
+    ):
+        """warps = 1: each warp of the block serves a row. Else `warps` warps share a row, and one more writes its window."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        lane = thread % WARP
+        row = block
+        share = warp
+        if cutlass.const_expr(warps == 1):
+            row = block * ROWS_PER_BLOCK + warp
+            share = Int32(0)
+        chunks = IDS_PER_LANE // self.vector if warps == 1 else 1
+        ids = cute.make_rmem_tensor(cute.make_layout((self.vector, chunks)), Int32)
+
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if row < outputs.window.shape[0]:
+            columns = self.columns_of_ids(inputs, outputs, row)
+            self.load_ids(inputs, row, share * (ids_per_warp(ids)), columns, lane, ids)
+            end, request = self.state_of(inputs, row)
+            if cutlass.const_expr(warps == 1):
+                self.window_part(inputs, outputs, window, row, end, request, lane)
+                self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, warps)
+            else:
+                if share == warps:
+                    self.window_part(inputs, outputs, window, row, end, request, lane)
+                else:
+                    self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, warps)
+
+    @cute.jit
+    def state_of(self, inputs: Inputs, row: Int32):
+        """(position + 1, at least 0; request) of a row; (0, -1) for a padding row."""
+        position, request, slot = Int64(-1), Int32(-1), Int64(0)
+        known = (row < inputs.positions.shape[0]) & (row < inputs.token_to_req.shape[0])
+        if cutlass.const_expr(inputs.slots is not None):
+            known = known & (row < inputs.slots.shape[0])
+        if known:
+            position = inputs.positions[row]
+            request = inputs.token_to_req[row]
+            if cutlass.const_expr(inputs.slots is not None):
+                slot = inputs.slots[row]
+        real = (request >= 0) & (request < inputs.window_block_table.shape[0]) & (slot >= 0)
+        end = Int32(cutlass.min(cutlass.max(position, Int64(-1)), Int64(INT32_MAX - 1))) + 1
+        return Int32(cutlass.select_(real, end, Int32(0))), Int32(cutlass.select_(real, request, Int32(-1)))
+
+    @cute.jit
+    def window_part(self, inputs: Inputs, outputs: Outputs, pool: Pool, row: Int32, end: Int32, request: Int32, lane: Int32):
+        """Positions end-128 .. end-1 (from 0 on) through the block table, by one warp."""
+        ids = cute.make_rmem_tensor(cute.make_layout(WINDOW_VECTOR), Int32)
+        entries = cute.make_rmem_tensor(cute.make_layout(WINDOW_VECTOR), Int32)
+        start = cutlass.max(end - WINDOW, Int32(0))
+        for i in cutlass.range_constexpr(WINDOW_VECTOR):
+            ids[i] = start + lane * WINDOW_VECTOR + i
+        resolve_rows(ids, cutlass.min(end, pool.capacity), inputs.window_block_table[request, None], pool, entries)
+        gRow = outputs.window[row, None]
+        count = store_chunk(entries, gRow, Int32(0), lane)
+        fill(gRow, count, lane, WARP, WINDOW_VECTOR)
+        if cutlass.const_expr(outputs.window_lengths is not None):
+            if lane == 0:
+                outputs.window_lengths[row] = count
+
+    @cute.jit
+    def columns_of_ids(self, inputs: Inputs, outputs: Outputs, row: Int32) -> Int32:
+        """Ids to read of a row, never more than its table part has columns."""
+        columns = Int32(0)
+        if cutlass.const_expr(inputs.ids is not None):
+            if row < inputs.ids.shape[0]:
+                columns = cutlass.min(Int32(inputs.ids.shape[1]), Int32(outputs.compressed.shape[1]))
+        return columns
+
+    @cute.jit
+    def load_ids(self, inputs: Inputs, row: Int32, begin: Int32, columns: Int32, lane: Int32, ids: cute.Tensor):
+        """This lane's ids of the warp's columns begin.. (chunk by chunk, `vector` a lane); -1 past the row's ids."""
+        if cutlass.const_expr(inputs.ids is not None):
+            gRow = inputs.ids[row, None]
+            if begin + ids_per_warp(ids) <= columns:
+                gVectors = cute.zipped_divide(gRow, (self.vector,))
+                for chunk in cutlass.range_constexpr(ids.shape[1]):
+                    gVector = gVectors[None, begin // self.vector + chunk * WARP + lane]
+                    load_vector(base_address(gVector), ids[None, chunk], STREAM)
+            else:
+                for chunk in cutlass.range_constexpr(ids.shape[1]):
+                    for i in cutlass.range_constexpr(self.vector):
+                        column = begin + (chunk * WARP + lane) * self.vector + i
+                        ids[i, chunk] = Int32(-1)
+                        if column < columns:
+                            ids[i, chunk] = gRow[column]
+        else:
+            for chunk in cutlass.range_constexpr(ids.shape[1]):
+                for i in cutlass.range_constexpr(self.vector):
+                    ids[i, chunk] = begin + (chunk * WARP + lane) * self.vector + i
+
+    @cute.jit
+    def compressed_part(
+        self,
+        inputs: Inputs,
+        outputs: Outputs,
+        pool: Pool | None,
+        ratio: Divisor | None,
+        row: Int32,
+        end: Int32,
+        request: Int32,
+        columns: Int32,
+        ids: cute.Tensor,
+        share: Int32,
+        lane: Int32,
+        warps: cutlass.Constexpr,
+    ):
+        """The row's compressed entries, by `warps` warps of which this is number `share`; `ids` holds its first ids."""
+        count = Int32(0)
+        if cutlass.const_expr(outputs.compressed is not None):
+            gRow = outputs.compressed[row, None]
+            if cutlass.const_expr(self.source == "global"):
+                limit = Int32(cutlass.select_(request >= 0, pool.capacity, Int32(0)))
+            else:
+                limit = cutlass.min(ratio.quotient(end), pool.capacity)
+            if cutlass.const_expr(self.source == "all_groups"):
+                columns = cutlass.min(limit, Int32(gRow.shape[0]))
+            columns = Int32(cutlass.select_(limit == 0, Int32(0), columns))
+            entries = cute.make_rmem_tensor(ids.layout, Int32)
+            share_of_batch = ids_per_warp(ids)
+            batch = share_of_batch * warps
+            if cutlass.const_expr(warps > 1):
+                sCounts = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * warps), cute.make_layout((warps, 2)))
+            for first in cutlass.range(0, columns, batch, unroll=1):
+                if cutlass.const_expr(self.source == "global"):
+                    resolve_slots(ids, limit, pool, entries)
+                else:
+                    resolve_rows(ids, limit, inputs.compressed_block_table[request, None], pool, entries)
+                if cutlass.const_expr(warps == 1):
+                    for chunk in cutlass.range_constexpr(ids.shape[1]):
+                        count = store_chunk(entries[None, chunk], gRow, count, lane)
+                else:
+                    buffer = first // batch % 2
+                    own = count_valid(entries[None, 0])
+                    if lane == 0:
+                        sCounts[share, buffer] = own
+                    cute.arch.barrier(barrier_id=1, number_of_threads=warps * WARP)
+                    begin = count
+                    for other in cutlass.range_constexpr(warps):
+                        theirs = sCounts[other, buffer]
+                        count = count + theirs
+                        begin = begin + Int32(cutlass.select_(share > other, theirs, Int32(0)))
+                    store_chunk(entries[None, 0], gRow, begin, lane)
+                self.load_ids(inputs, row, first + batch + share * share_of_batch, columns, lane, ids)
+            fill(gRow, count, share * WARP + lane, warps * WARP, self.vector)
+        if cutlass.const_expr(outputs.lengths is not None):
+            if (share == 0) & (lane == 0):
+                outputs.lengths[row] = self.length_base + count
+
+
+def ids_per_warp(ids: cute.Tensor) -> int:
+    """Ids that the lanes of a warp hold in `ids` together."""
+    return cute.size(ids) * WARP
+
+
+def fake_inputs(vector: int) -> dict[str, object]:
+    """Fake arguments common to both families, by argument name; the symbols say which extents must agree."""
+    requests = cute.sym_int()
+
+    def vector_of(dtype: type[cutlass.Numeric]) -> cute.Tensor:
+        return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=dtype.width // 8)
+
+    def block_table() -> cute.Tensor:
+        return make_fake_tensor(Int32, (requests, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
+
+    fakes: dict[str, object] = {
+        "positions": vector_of(Int64),
+        "token_to_req": vector_of(Int32),
+        "window_block_table": block_table(),
+        "slots": vector_of(Int64),
+        "ids": fake_table(cute.sym_int(), cute.sym_int(), vector),
+        "compressed_block_table": block_table(),
+    }
+    numbers = ("window_pages", "window_page_rows", "window_span", "compressed_pages", "compressed_page_rows", "compressed_span", "ratio")
+    return {**fakes, **dict.fromkeys(numbers, Int32(1))}
+
+
+def fake_table(rows: object, columns: object, vector: int) -> cute.Tensor:
+    """A fake int32 [rows, columns] whose rows all start aligned to `vector` entries."""
+    return make_fake_tensor(Int32, (rows, columns), (cute.sym_int64(divisibility=vector), 1), assumed_align=4 * vector)
+
+
+def fake_lengths(rows: object) -> cute.Tensor:
+    """A fake int32 [rows]."""
+    return make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)
