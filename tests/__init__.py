@@ -1,0 +1,1 @@
+"""Tests. `tests.support` holds the case generators and float64 oracles that all suites share."""
