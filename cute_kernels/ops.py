@@ -1,0 +1,498 @@
+"""The public calls. Tensors come first, everything else by keyword; every tensor's shape and dtype stands in the docstring.
+
+CPU tensors run the reference, CUDA tensors a compiled kernel, and nothing on a GPU falls back silently. A call's arguments are
+guarded by the compiled function itself; when it refuses, `validate` names the argument, what it was and what it should be.
+`bind` turns the arguments that stay between calls into prepared ones, once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels import dispatch, env, validate
+from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, SparseIndicesSpec
+from cute_kernels.errors import CuteKernelsError, InvalidArgument, UnsupportedRequest
+from cute_kernels.indices import CombinedIndices, IdSource, Indices, SegmentIndices
+from cute_kernels.kv_format import HEAD_DIM, WINDOW, PoolGeometry, format_of
+from cute_kernels.save_policy import SavePolicy
+from cute_kernels.step import StepMetadata
+from cute_kernels.target import Target
+
+
+def compress_store(
+    kv_score: torch.Tensor | None,
+    ape: torch.Tensor | None,
+    state: torch.Tensor,
+    state_block_table: torch.Tensor,
+    positions: torch.Tensor,
+    token_to_req: torch.Tensor,
+    state_slots: torch.Tensor,
+    kv_slots: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *,
+    ratio: int,
+    eps: float,
+    kv_scale: float | None = None,
+    save: SavePolicy = SavePolicy.EVERY_ROW,
+    seq_lens: torch.Tensor | None = None,
+    target: Target | str | None = None,
+) -> None:
+    """One step of a layer's compressor: saves this step's rows and stores one KV row for every group that a row closes.
+
+    With W = 1024 (ratio 4) or 512 (ratio 128), T rows, R requests:
+
+    kv_score           [>= T, 2W] fp32     W values, then W scores of each row; None: every row lies in `state` already
+    ape                [ratio, W] fp32     added to the scores by position modulo ratio; None with kv_score=None
+    state              [blocks, block rows, 2W] fp32, any block stride: rows of earlier steps, scores with ape added; written
+    state_block_table  [R, columns] int32  state block of each `block rows` tokens of a request
+    positions          [any] int64         position of each row in its request
+    token_to_req       [any] int32         request of each row
+    state_slots        [T] int64           where the row is saved in `state`; negative: padding row
+    kv_slots           [any] int64         where the compressed row goes in `kv_cache`; negative: no compressed row
+    norm_weight        [512] bf16
+    cos_sin            [P, 64] fp32        cosines, then sines, of each position
+    kv_cache           [pages, page rows, 512] bf16 or e4m3, or [pages, page rows, 584] uint8 (packed), any page stride; written
+    ratio              4 or 128
+    eps                of the RMS norm
+    kv_scale           the cache's FP8 scale; None or 1.0 with other formats
+    save               which rows are saved
+    seq_lens           [R] int32           tokens of each request, this step's included; needed unless every row is saved
+    target             Target or name; default: the tensors' device
+
+    Rows past the end of positions, token_to_req or kv_slots are padding too. Source of the mathematics: docs/spec.md,
+    "Compressor". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel` (frozen or capturing, and not warmed up).
+    """
+    if torch.compiler.is_compiling():
+        from cute_kernels import torch_ops
+
+        return torch_ops.compress_store(locals())
+    _COMPRESS_STORE.run(locals())
+
+
+def sparse_indices(
+    positions: torch.Tensor,
+    token_to_req: torch.Tensor,
+    window_block_table: torch.Tensor,
+    ids: torch.Tensor | None = None,
+    compressed_block_table: torch.Tensor | None = None,
+    *,
+    window: PoolGeometry,
+    compressed: PoolGeometry | None = None,
+    source: IdSource = IdSource.NONE,
+    ratio: int = 1,
+    width: int | None = None,
+    slots: torch.Tensor | None = None,
+    num_rows: int | None = None,
+    out: Indices | None = None,
+    target: Target | str | None = None,
+) -> Indices:
+    """Which cache rows each query row attends to: its window, and its selected compressed entries.
+
+    positions               [T] int64         position of each row in its request
+    token_to_req            [any] int32       request of each row
+    window_block_table      [R, columns] int32, unit column stride: page of each page_rows tokens in the window cache
+    ids                     [any, k] int32, unit column stride: compressed entries, by number in the request (LOCAL) or as slots
+                            (GLOBAL); None for the other sources
+    compressed_block_table  [R, columns] int32, unit column stride: page of each page_rows entries (LOCAL, ALL_GROUPS)
+    window, compressed      geometry of the two pools: `PoolGeometry.of(cache)`
+    source                  where compressed entries come from
+    ratio                   tokens per compressed entry (LOCAL, ALL_GROUPS)
+    width                   columns of the compressed part, rounded up to 4; default k; needed for ALL_GROUPS
+    slots                   [any] int64       a negative slot marks a padding row; None: no row is marked
+    num_rows                rows of the tables, at least T (default T); rows past T are padding rows
+    out                     tables to write into, of exactly the result's shapes; default: new ones
+    target                  Target or name; default: the tensors' device. CPU tensors without one give the SM100 form
+
+    Returns `CombinedIndices` (SM100 family: storage rows, lengths count the 128 window columns) or `SegmentIndices` (SM120
+    family: slots). Valid entries keep their order; -1 in every lane after. An id outside its range, its block table or its
+    pool is dropped. Rows past the end of token_to_req or slots are padding: all -1, length 128 or 0.
+    Source of the rules: docs/spec.md, "Index tables". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel`.
+    """
+    if torch.compiler.is_compiling():
+        from cute_kernels import torch_ops
+
+        return torch_ops.sparse_indices(locals())
+    return _SPARSE_INDICES.run(locals())
+
+
+def qkv_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    eps: float,
+    padded_heads: int | None = None,
+    apply_q_norm: bool = True,
+    q_scale: float | None = None,
+    kv_scale: float | None = None,
+    q_dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+    target: Target | str | None = None,
+) -> torch.Tensor:
+    """Norm and RoPE of q into a buffer of padded heads, and RoPE and store of this step's KV rows in the window cache.
+
+    q          [N, H, 512] bf16, unit last stride; each head is RMS-normalised (no weight) and rotated at its row's position
+    kv         [N, 512] bf16, unit last stride, normalised already; rotated, then stored
+    kv_cache   [pages, page rows, 512] bf16 or e4m3, or [pages, page rows, 584] uint8 (packed), any page stride; written
+    slots      [any] int64    row of `kv_cache` for each row; negative or past the end: nothing is stored
+    positions  [N] int64
+    cos_sin    [P, 64] fp32   cosines, then sines, of each position
+    eps           of the RMS norm
+    padded_heads  heads of the result, H <= padded_heads <= 128 (`pad_q_heads(H)`); default H; the heads past H are zero
+    apply_q_norm  False: q is normalised already
+    q_scale       divides FP8 q; None or 1.0 with bf16 q
+    kv_scale      the cache's FP8 scale; None or 1.0 with other formats
+    q_dtype       torch.bfloat16, or torch.float8_e4m3fn with an FP8 cache
+    out           [N, padded_heads, 512] of q_dtype, contiguous; default: a new tensor
+    backend       "auto" or "reference" (plain PyTorch, on any device)
+    target        Target or name; default: the tensors' device
+
+    Returns q_out [N, padded_heads, 512]. Source of the mathematics: docs/spec.md, "q norm, RoPE and KV insert".
+    Raises `InvalidArgument`, `UnsupportedRequest`.
+    """
+    a = locals()
+    validate.one_of("backend", backend, ("auto", "reference"))
+    validate.qkv_insert(a)
+    resolved = dispatch.resolve_target(q.device, target) if q.device.type == "cpu" or backend == "auto" else dispatch.named_target(target)
+    dispatch.require_format(format_of(kv_cache), resolved)
+    if backend == "auto" and q.device.type != "cpu":
+        raise UnsupportedRequest(
+            "qkv_insert",
+            device=f"{q.device} ({resolved})",
+            supported='CPU tensors; CUDA tensors with backend="reference"',
+            nearest='pass backend="reference" for plain PyTorch on the GPU',
+        )
+    if env.VALIDATE.flag():
+        validate.qkv_insert_values(a)
+    from cute_kernels import reference
+
+    given = {name: a[name] for name in inspect.signature(reference.qkv_insert).parameters}
+    return reference.qkv_insert(**given)
+
+
+def decode(
+    q: torch.Tensor,
+    swa_cache: torch.Tensor,
+    kv_cache: torch.Tensor | None,
+    step: StepMetadata,
+    indices: Indices,
+    *,
+    num_heads: int | None = None,
+    sinks: torch.Tensor | None = None,
+    sm_scale: float = HEAD_DIM**-0.5,
+    q_scale: float = 1.0,
+    kv_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
+    rope_cos_sin: torch.Tensor | None = None,
+    output_scale: torch.Tensor | None = None,
+    backend: str = "auto",
+    target: Target | str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Sparse MLA attention of this step's rows, decode and prefill rows alike, through FlashInfer or the reference.
+
+    With T = step.num_tokens:
+
+    q          [>= T, padded heads, 512] bf16 or e4m3, contiguous; padded heads is a count FlashInfer accepts (`pad_q_heads`).
+               The dtype is the cache's; bf16 with packed rows. Rows past T and heads past num_heads are never read into real ones
+    swa_cache  [pages, page rows, 512] bf16 or e4m3, or [pages, page rows, 584] uint8 (packed), any page stride
+    kv_cache   likewise, compressed rows; None (or swa_cache) for a window-only layer
+    step       the step's rows, requests and lengths
+    indices    of `sparse_indices`, at least T rows
+    num_heads  real heads; default: all of q's
+    sinks      [num_heads] or [padded heads] fp32, natural-log logits that enlarge the denominator only. A tensor of fewer than
+               padded heads is padded with -inf on each call
+    sm_scale, q_scale, kv_scale   finite and positive; the latter two are 1.0 unless q and caches are FP8
+    out        [>= T, padded heads, 512] bf16, contiguous; default: a new tensor of T rows
+    workspace  [bytes] uint8, contiguous; default: one per device and stream (`allocate_workspace`)
+    counters   [bytes] uint8, contiguous, zero before first use; default: one per device and stream
+    rope_cos_sin, output_scale    FlashInfer's RopeQuant arguments, passed through (SM100, FP8, 128 heads): fp32 [P, 64], and
+               an optional int32 scale tensor; the call then returns FlashInfer's pair (e4m3 output, scales)
+    backend    "auto" (CPU: reference, 10.x and 12.x: FlashInfer), "flashinfer", or "reference" on any device
+    target     Target or name; default: the tensors' device
+
+    Returns out[:T, :num_heads], a view. Source of the mathematics: docs/spec.md, "Attention". Raises `InvalidArgument`,
+    `UnsupportedRequest`.
+    """
+    if torch.compiler.is_compiling():
+        from cute_kernels import torch_ops
+
+        return torch_ops.decode(locals())
+    return dispatch.decode(**locals())
+
+
+# Launching -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A launch: the spec, its arguments by name, and what the call returns. `spec` None: nothing to do."""
+
+    spec: KernelSpec | None
+    arguments: Mapping[str, Any]
+    result: Any = None
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One kernel behind a public call.
+
+    anchor     argument whose device decides, and through which TVM-FFI learns torch's current stream
+    scalars    checks in constant time that the compiled function cannot make
+    check      all checks; value_check: those that read tensors
+    plan       (arguments, target, vector-accessed table, widest access) -> _Plan
+    reference  the same call in plain PyTorch
+    """
+
+    public: Callable[..., Any]
+    anchor: str
+    vectors: tuple[validate.Arg, ...]
+    scalars: Callable[[Mapping[str, Any]], None]
+    check: Callable[[Mapping[str, Any], Target | None], None]
+    value_check: Callable[[Mapping[str, Any]], None]
+    plan: Callable[[Mapping[str, Any], Target, tuple[validate.Arg, ...], int], _Plan]
+    reference: Callable[[Mapping[str, Any], Target | None], Any]
+
+    def run(self, a: Mapping[str, Any]) -> Any:
+        """Checks, then runs on the device of the anchor."""
+        anchor = validate.tensor(self.anchor, a[self.anchor])
+        target = dispatch.resolve_target(anchor.device, a["target"])
+        if anchor.device.type == "cpu":
+            self.check(a, target)
+            if env.VALIDATE.flag():
+                self.value_check(a)
+            return self.reference(a, target)
+        assert target is not None
+        return self.launch(a, target, self.vectors, target.vector_bytes, {})
+
+    def launch(
+        self, a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int, prepared: Mapping[str, Any]
+    ) -> Any:
+        """Runs the kernel; `prepared` overrides arguments by their TVM-FFI tensors."""
+        from cute_kernels.compile import cache
+
+        if env.VALIDATE.flag():
+            self.check(a, target)
+            self.value_check(a)
+        try:
+            self.scalars(a)
+            plan = self.plan(a, target, vectors, widest)
+        except CuteKernelsError:
+            raise
+        except Exception:
+            self.check(a, target)  # names the argument that planning stumbled over
+            raise
+        if plan.spec is None:
+            self.check(a, target)
+            return plan.result
+        kernel = cache.get(plan.spec)
+        arguments = plan.arguments
+        ordered = [prepared[n] if n in prepared else arguments[n] for n in plan.spec.argument_names]
+        try:
+            kernel(*ordered)
+        except (TypeError, ValueError, RuntimeError):
+            self.check(a, target)
+            raise
+        return plan.result
+
+
+def _reference_call(name: str, a: Mapping[str, Any], **more: Any) -> Any:
+    from cute_kernels import reference
+
+    function = getattr(reference, name)
+    given = {key: value for key, value in a.items() if key != "target"}
+    return function(**given, **more)
+
+
+def _check_compress_store(a: Mapping[str, Any], target: Target | None) -> None:
+    validate.compress_store(a)
+    dispatch.require_format(format_of(a["kv_cache"]), target)
+
+
+def _plan_compress_store(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
+    if a["state_slots"].shape[0] == 0:
+        return _Plan(None, {})
+    fmt, save, cache = format_of(a["kv_cache"]), a["save"], a["kv_cache"]
+    dispatch.require_format(fmt, target)
+    PoolGeometry.of(cache)
+    scores = a["kv_score"] is not None
+    spec = CompressStoreSpec(
+        target=target,
+        vector_bytes=validate.vector_bytes(vectors, a, widest),
+        ratio=a["ratio"],
+        kv_format=fmt.name,
+        scores=scores,
+        save="none" if not scores else "every_row" if save.every_row else "policy",
+    )
+    more = {
+        "eps": float(a["eps"]),
+        "inverse_kv_scale": 1.0 if a["kv_scale"] is None else float(torch.tensor(1.0) / torch.tensor(float(a["kv_scale"]))),
+        "rollback": save.rollback,
+        "prefix_stride": save.prefix_stride,
+    }
+    return _Plan(spec, {**a, **more})
+
+
+def _check_sparse_indices(a: Mapping[str, Any], target: Target | None) -> None:
+    validate.sparse_indices(a, dispatch.combined_form(target))
+
+
+def _new_indices(a: Mapping[str, Any], combined: bool) -> Indices:
+    width = validate.sparse_indices_width(a)
+    rows = a["positions"].shape[0] if a["num_rows"] is None else a["num_rows"]
+
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=a["positions"].device)
+
+    if combined:
+        return CombinedIndices(empty(rows, WINDOW + width), empty(rows))
+    return SegmentIndices(empty(rows, WINDOW), empty(rows), *((empty(rows, width), empty(rows)) if width else ()))
+
+
+def _plan_sparse_indices(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
+    combined = dispatch.combined_form(target)
+    out = a["out"]
+    if out is None:
+        out = _new_indices(a, combined)
+    else:
+        # Rows and columns of the tables are not tied to other arguments by the compiled function.
+        width = validate.sparse_indices_width(a)
+        rows = a["positions"].shape[0] if a["num_rows"] is None else a["num_rows"]
+        validate.check_indices(out, combined, {"rows": rows, "width": width, "columns": WINDOW + width}, width > 0, a["positions"].device)
+    tables = {f"out.{name}": value for name, value in vars(out).items()}
+    names = (
+        {"table": "table", "lengths": "lengths"}
+        if combined
+        else {
+            n: n.replace("window", "window_table")
+            if n == "window"
+            else n.replace("compressed", "compressed_table")
+            if n == "compressed"
+            else n
+            for n in ("window", "window_lengths", "compressed", "compressed_lengths")
+        }
+    )
+    written = {spelt: tables[f"out.{name}"] for name, spelt in names.items()}
+    if written["table" if combined else "window_table"].shape[0] == 0:
+        return _Plan(None, {}, out)
+    spec = SparseIndicesSpec(
+        target=target,
+        vector_bytes=validate.vector_bytes(vectors, {**a, **tables}, widest),
+        source=a["source"].value,
+        slots=a["slots"] is not None,
+    )
+    window, compressed = a["window"], a["compressed"]
+    sizes = {"window_pages": window.pages, "window_page_rows": window.page_rows, "window_span": window.span}
+    if compressed is not None:
+        sizes |= {
+            "compressed_pages": compressed.pages,
+            "compressed_page_rows": compressed.page_rows,
+            "compressed_span": compressed.span,
+        }
+    return _Plan(spec, {**a, **written, **sizes}, out)
+
+
+_COMPRESS_STORE = _Operation(
+    public=compress_store,
+    anchor="state_slots",
+    vectors=tuple(arg for arg in validate.COMPRESS_STORE if arg.vector),
+    scalars=validate.compress_store_scalars,
+    check=_check_compress_store,
+    value_check=validate.compress_store_values,
+    plan=_plan_compress_store,
+    reference=lambda a, target: _reference_call("compress_store", a),
+)
+_SPARSE_INDICES = _Operation(
+    public=sparse_indices,
+    anchor="positions",
+    vectors=tuple(
+        arg
+        for arg in validate.SPARSE_INDICES + validate.COMBINED_OUT + validate.SEGMENT_WINDOW_OUT + validate.SEGMENT_COMPRESSED_OUT
+        if arg.vector
+    ),
+    scalars=validate.sparse_indices_scalars,
+    check=_check_sparse_indices,
+    value_check=validate.sparse_indices_values,
+    plan=_plan_sparse_indices,
+    reference=lambda a, target: _reference_call("sparse_indices", a, form="combined" if dispatch.combined_form(target) else "segments"),
+)
+_OPERATIONS = {op.public: op for op in (_COMPRESS_STORE, _SPARSE_INDICES)}
+
+
+# Prepared arguments ----------------------------------------------------------------------------------------------------
+
+
+class Bound:
+    """A public call with some arguments fixed; see `bind`."""
+
+    def __init__(self, call: Callable[..., Any], kept: Mapping[str, Any]) -> None:
+        self._call = call
+        signature = inspect.signature(call)
+        for name in kept:
+            if name not in signature.parameters:
+                raise InvalidArgument(name, "a value to bind", f"an argument of {call.__name__}: {', '.join(signature.parameters)}")
+        self._defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not inspect.Parameter.empty}
+        self._names = frozenset(signature.parameters)
+        self._kept = dict(kept)
+        self._required = self._names - self._defaults.keys() - self._kept.keys()
+        self._operation = _OPERATIONS.get(call)
+        self._target: Target | None = None
+        self._prepared: dict[str, Any] = {}
+        tensors = {n: v for n, v in self._kept.items() if isinstance(v, torch.Tensor)}
+        devices = {str(t.device) for t in tensors.values()}
+        if len(devices) > 1:
+            raise InvalidArgument(next(iter(tensors)), f"devices {', '.join(sorted(devices))}", "one device for all tensors of a call")
+        if self._operation is None or not tensors or next(iter(tensors.values())).device.type != "cuda":
+            return
+        import tvm_ffi
+
+        device = next(iter(tensors.values())).device
+        self._target = dispatch.resolve_target(device, self._kept.get("target"))
+        assert self._target is not None
+        table = {arg.name: arg for arg in validate.COMPRESS_STORE + validate.SPARSE_INDICES}
+        validate.check(tuple(table[n] for n in tensors), tensors, {}, device)
+        vectors = self._operation.vectors
+        self._widest = validate.vector_bytes(vectors, tensors, self._target.vector_bytes)
+        self._vectors = tuple(arg for arg in vectors if arg.name not in tensors)
+        # The anchor stays a torch tensor: from it TVM-FFI learns torch's current stream on each call.
+        self._prepared = {n: tvm_ffi.from_dlpack(t) for n, t in tensors.items() if n != self._operation.anchor}
+
+    def __call__(self, **varying: Any) -> Any:
+        """The call with the kept arguments and these, all by name."""
+        if not self._required <= varying.keys() or not varying.keys() <= self._names - self._kept.keys():
+            self._refuse(varying)
+        a = {**self._defaults, **self._kept, **varying}
+        if self._operation is None or self._target is None or torch.compiler.is_compiling():
+            return self._call(**a)
+        return self._operation.launch(a, self._target, self._vectors, self._widest, self._prepared)
+
+    def _refuse(self, varying: Mapping[str, Any]) -> None:
+        for name in sorted(self._required - varying.keys()):
+            raise InvalidArgument(name, "nothing", f"a value: it is neither bound nor given to {self._call.__name__}")
+        for name in sorted(varying.keys() - self._names):
+            raise InvalidArgument(name, "a value", f"an argument of {self._call.__name__}")
+        for name in sorted(varying.keys() & self._kept.keys()):
+            raise InvalidArgument(name, "a value", "nothing: it is bound already")
+
+
+def bind(call: Callable[..., Any], **kept: Any) -> Bound:
+    """`call` (compress_store, sparse_indices, qkv_insert or decode) with the arguments that stay between calls prepared once.
+
+    Weights, tables, caches and step buffers that keep their address are checked and converted here; the result takes the
+    remaining arguments by name. A tensor bound here must not be reallocated; its contents may change.
+    """
+    if call not in (compress_store, sparse_indices, qkv_insert, decode):
+        raise InvalidArgument("call", getattr(call, "__name__", repr(call)), "compress_store, sparse_indices, qkv_insert or decode")
+    return Bound(call, kept)

@@ -1,0 +1,183 @@
+"""What one engine step is: which rows belong to which request, where decode ends and prefill begins, what layers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from cute_kernels.errors import InvalidArgument
+
+Value = TypeVar("Value")
+
+
+class StepMetadata:
+    """The rows of one step, computed once and read by every layer.
+
+    Rows are ordered by request. Decode rows are those of the leading requests with at most `decode_query_len` query rows;
+    all later rows are prefill rows. Every device tensor lives in a buffer allocated once, and `update` writes into these
+    buffers without allocating or synchronising, so a CUDA graph captured over them stays valid. Exact sequence lengths
+    are kept on the device only.
+
+    num_requests, num_tokens              requests R and rows T of this step
+    query_start_loc                       int32 [R + 1] on the device: request r owns rows [r], [r + 1)
+    query_start_loc_cpu                   the same, on the CPU
+    prefill_query_start_loc               int32 [num_prefills + 1] on the device, rebased to start at 0
+    seq_lens                              int32 [R] on the device: tokens of each request, this step's rows included;
+                                          0 marks a padding request of a captured graph
+    max_query_len, max_decode_query_len   longest query of the step, and of its decode requests
+    decode_query_len                      longest query that counts as decode
+    num_decodes, num_decode_tokens        leading requests with short queries, and their rows
+    num_prefills, num_prefill_tokens      the rest
+    positions                             int64 [T] on the device, 0 where a padding request has none
+    token_to_req                          int32 [T] on the device
+    """
+
+    def __init__(self, max_requests: int, max_tokens: int, device: torch.device | str, *, decode_query_len: int = 1) -> None:
+        """Allocates buffers for steps of up to `max_requests` requests and `max_tokens` rows on `device`."""
+        for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("decode_query_len", decode_query_len)):
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise InvalidArgument(name, repr(value), "an int, 1 <= value < 2^31")
+        self.device = torch.device(device)
+        self.max_requests, self.max_tokens, self.decode_query_len = max_requests, max_tokens, decode_query_len
+
+        def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        self._query_start_loc = buffer(max_requests + 1, torch.int32)
+        self._prefill_query_start_loc = buffer(max_requests + 1, torch.int32)
+        self._seq_lens = buffer(max_requests, torch.int32)
+        self._positions = buffer(max_tokens, torch.int64)
+        self._token_to_req = buffer(max_tokens, torch.int32)
+        self._kept: dict[Hashable, Any] = {}
+        self._once: dict[Hashable, tuple[bool, Any]] = {}
+        self._set_shape(torch.zeros(1, dtype=torch.int32))
+
+    @classmethod
+    def of(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int] | torch.Tensor,
+        device: torch.device | str = "cpu",
+        *,
+        decode_query_len: int = 1,
+    ) -> StepMetadata:
+        """A step with buffers of exactly its own size, from the query length and the sequence length of each request."""
+        step = cls(max(len(query_lens), 1), max(sum(query_lens), 1), device, decode_query_len=decode_query_len)
+        return step.update(query_lens, seq_lens)
+
+    def update(
+        self,
+        query_lens: Sequence[int] | torch.Tensor,
+        seq_lens: Sequence[int] | torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        token_to_req: torch.Tensor | None = None,
+    ) -> StepMetadata:
+        """Describes the next step and forgets what layers shared in the last one. Returns itself.
+
+        query_lens    query rows of each request: ints, or a CPU tensor int32 [R]
+        seq_lens      tokens of each request including this step's rows: ints, or a tensor int32 [R] on any device
+        positions     int64 [T] on the device, where the engine has them already; else they are computed
+        token_to_req  int32 [T] on the device, likewise
+
+        `InvalidArgument` where a length is negative, the buffers are too small, or shapes, dtypes or devices disagree.
+        """
+        lens = torch.as_tensor(query_lens, dtype=torch.int64)
+        if lens.dim() != 1 or lens.device.type != "cpu":
+            raise InvalidArgument("query_lens", f"shape {list(lens.shape)} on {lens.device}", "one int per request, on the CPU")
+        if len(lens) > self.max_requests:
+            raise InvalidArgument("query_lens", f"{len(lens)} requests", f"at most max_requests={self.max_requests}")
+        if len(lens) and int(lens.min()) < 0:
+            raise InvalidArgument("query_lens", int(lens.min()), "lengths >= 0")
+        if int(lens.sum()) > self.max_tokens:
+            raise InvalidArgument("query_lens", f"{int(lens.sum())} rows", f"at most max_tokens={self.max_tokens}")
+        seq = torch.as_tensor(seq_lens, dtype=None if isinstance(seq_lens, torch.Tensor) else torch.int32)
+        if seq.dtype != torch.int32 or tuple(seq.shape) != tuple(lens.shape):
+            raise InvalidArgument("seq_lens", f"{seq.dtype} {list(seq.shape)}", f"torch.int32 [{len(lens)}], one entry per query length")
+        total = int(lens.sum())
+        for name, value, dtype in (("positions", positions, torch.int64), ("token_to_req", token_to_req, torch.int32)):
+            if value is not None and (value.dtype != dtype or tuple(value.shape) != (total,) or value.device.type != self.device.type):
+                raise InvalidArgument(name, f"{value.dtype} {list(value.shape)} on {value.device}", f"{dtype} [{total}] on {self.device}")
+
+        offsets = torch.zeros(len(lens) + 1, dtype=torch.int32)
+        torch.cumsum(lens, 0, out=offsets[1:])
+        self._set_shape(offsets)
+        self.query_start_loc.copy_(offsets, non_blocking=True)
+        self.prefill_query_start_loc.copy_(offsets[self.num_decodes :] - self.num_decode_tokens, non_blocking=True)
+        self.seq_lens.copy_(seq, non_blocking=True)
+        if token_to_req is None:
+            token_to_req = torch.repeat_interleave(torch.arange(len(lens), dtype=torch.int32), lens)
+        self.token_to_req.copy_(token_to_req, non_blocking=True)
+        if positions is None:
+            starts = self.seq_lens - self.query_start_loc[1:]  # position = starts[r] + t
+            positions = torch.arange(total, device=self.device) + starts[self.token_to_req.long()]
+        self.positions.copy_(positions.clamp(min=0), non_blocking=True)
+        self._once.clear()
+        return self
+
+    def _set_shape(self, offsets: torch.Tensor) -> None:
+        lens = offsets.diff()
+        long = (lens > self.decode_query_len).nonzero()
+        self.query_start_loc_cpu = offsets
+        self.num_requests, self.num_tokens = len(lens), int(offsets[-1])
+        self.num_decodes = int(long[0]) if len(long) else self.num_requests
+        self.num_decode_tokens = int(offsets[self.num_decodes])
+        self.num_prefills = self.num_requests - self.num_decodes
+        self.num_prefill_tokens = self.num_tokens - self.num_decode_tokens
+        self.max_query_len = int(lens.max()) if len(lens) else 0
+        self.max_decode_query_len = int(lens[: self.num_decodes].max()) if self.num_decodes else 0
+        self.query_start_loc = self._query_start_loc[: self.num_requests + 1]
+        self.prefill_query_start_loc = self._prefill_query_start_loc[: self.num_prefills + 1]
+        self.seq_lens = self._seq_lens[: self.num_requests]
+        self.positions = self._positions[: self.num_tokens]
+        self.token_to_req = self._token_to_req[: self.num_tokens]
+
+    # What layers share -------------------------------------------------------------------------------------------------
+
+    def once(self, key: Hashable, build: Callable[[], Value]) -> Value:
+        """The value of `key` in this step: built by the first layer that asks, handed to the others.
+
+        A value built outside a CUDA graph is not handed to a capture, nor the other way round: the graph must hold the
+        launches that build what it reads. Call `update` before each capture.
+        """
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        found = self._once.get(key)
+        if found is None or found[0] != capturing:
+            found = self._once[key] = (capturing, build())
+        return found[1]
+
+    def keep(self, key: Hashable, make: Callable[[], Value]) -> Value:
+        """The value of `key` for the life of this object, made on first use: buffers that captured graphs go on using."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+
+def slot_mapping(step: StepMetadata, block_table: torch.Tensor, page_rows: int, *, ratio: int = 1) -> torch.Tensor:
+    """Slots of this step's rows in a paged pool, from its block table.
+
+    step         the step
+    block_table  int32 [R, n] on the step's device: page of each `page_rows` entries of a request
+    page_rows    rows of one page of that pool
+    ratio        1: every row has a slot (window cache, state pool); 4 or 128: the compressed cache, where row t has a slot
+                 iff it closes a group, (position + 1) % ratio == 0
+
+    Returns int64 [T]; -1 for rows without a slot, for rows of padding requests (sequence length 0), for negative table entries
+    and past the end of the table. Does not synchronise. Source of the rule: docs/spec.md, slot mappings.
+    """
+    if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.shape[0] < step.num_requests:
+        raise InvalidArgument("block_table", f"{block_table.dtype} {list(block_table.shape)}", f"torch.int32 [>={step.num_requests}, n]")
+    if block_table.device != step.positions.device:
+        raise InvalidArgument("block_table", f"device {block_table.device}", f"{step.positions.device}, where the step is")
+    if page_rows < 1 or ratio < 1:
+        raise InvalidArgument("page_rows" if page_rows < 1 else "ratio", min(page_rows, ratio), "an int >= 1")
+    if block_table.shape[1] == 0 or step.num_tokens == 0:
+        return torch.full((step.num_tokens,), -1, dtype=torch.int64, device=step.positions.device)
+    request = step.token_to_req.long()
+    entry = step.positions // ratio
+    column = entry // page_rows
+    page = block_table[request, column.clamp(max=block_table.shape[1] - 1)].long()
+    real = (step.seq_lens[request] > 0) & ((step.positions + 1) % ratio == 0) & (column < block_table.shape[1]) & (page >= 0)
+    return torch.where(real, page * page_rows + entry % page_rows, -1)

@@ -1,0 +1,519 @@
+"""The checks behind every typed error of the public calls: one table per call, one function that reads the tables.
+
+CPU calls are checked before they run. CUDA calls are guarded by the compiled function's own checks; when it refuses, the
+same table is walked to name the argument and both values. Nothing here synchronises, except the value checks that
+`CUTE_KERNELS_VALIDATE=1` turns on.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.errors import InvalidArgument, UnsupportedRequest
+from cute_kernels.indices import CombinedIndices, IdSource, SegmentIndices
+from cute_kernels.kv_format import ALIGNMENT, FORMATS, HEAD_DIM, PACKED, ROPE_DIM, WINDOW, KVFormat, PoolGeometry, format_of
+from cute_kernels.save_policy import SavePolicy
+from cute_kernels.step import StepMetadata
+
+F32, BF, I32, I64, U8 = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8
+
+
+class Layout(enum.Enum):
+    """Which strides an argument may have."""
+
+    DENSE = "contiguous"
+    ROWS = "unit stride in the last dimension, rows that do not overlap"
+    POOL = "rows back to back within a page, any page stride that holds a page"
+
+
+@dataclass(frozen=True)
+class Arg:
+    """What one tensor argument must be.
+
+    shape   per dimension: an exact extent, the name of a size (all uses must agree), ">=NAME", or None (any extent)
+    vector  accessed 16 or 32 bytes at a time: address and strides must be multiples of 16 bytes
+    """
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    shape: tuple[int | str | None, ...]
+    layout: Layout = Layout.DENSE
+    vector: bool = False
+    optional: bool = False
+
+
+CACHE_DTYPES = tuple(f.dtype for f in FORMATS.values())
+
+COMPRESS_STORE = (
+    Arg("state_slots", (I64,), ("T",)),
+    Arg("kv_score", (F32,), (">=T", "2W"), Layout.ROWS, vector=True, optional=True),
+    Arg("ape", (F32,), ("ratio", "W"), vector=True, optional=True),
+    Arg("state", (F32,), (None, None, "2W"), Layout.ROWS, vector=True),
+    Arg("state_block_table", (I32,), ("R", None), Layout.ROWS),
+    Arg("positions", (I64,), (None,)),
+    Arg("token_to_req", (I32,), (None,)),
+    Arg("kv_slots", (I64,), (None,)),
+    Arg("norm_weight", (BF,), (HEAD_DIM,), vector=True),
+    Arg("cos_sin", (F32,), (None, ROPE_DIM), vector=True),
+    Arg("kv_cache", CACHE_DTYPES, (None, None, None), Layout.POOL, vector=True),
+    Arg("seq_lens", (I32,), ("R",), optional=True),
+)
+
+SPARSE_INDICES = (
+    Arg("positions", (I64,), ("T",)),
+    Arg("token_to_req", (I32,), (None,)),
+    Arg("window_block_table", (I32,), ("R", None), Layout.ROWS),
+    Arg("ids", (I32,), (None, None), Layout.ROWS, optional=True),
+    Arg("compressed_block_table", (I32,), ("R", None), Layout.ROWS, optional=True),
+    Arg("slots", (I64,), (None,), optional=True),
+)
+COMBINED_OUT = (
+    Arg("out.table", (I32,), ("rows", "columns"), vector=True),
+    Arg("out.lengths", (I32,), ("rows",)),
+)
+SEGMENT_WINDOW_OUT = (
+    Arg("out.window", (I32,), ("rows", WINDOW), vector=True),
+    Arg("out.window_lengths", (I32,), ("rows",)),
+)
+SEGMENT_COMPRESSED_OUT = (
+    Arg("out.compressed", (I32,), ("rows", "width"), vector=True),
+    Arg("out.compressed_lengths", (I32,), ("rows",)),
+)
+
+QKV_INSERT = (
+    Arg("q", (BF,), ("N", "H", HEAD_DIM), Layout.ROWS, vector=True),
+    Arg("kv", (BF,), ("N", HEAD_DIM), Layout.ROWS, vector=True),
+    Arg("kv_cache", CACHE_DTYPES, (None, None, None), Layout.POOL, vector=True),
+    Arg("slots", (I64,), (None,)),
+    Arg("positions", (I64,), ("N",)),
+    Arg("cos_sin", (F32,), (None, ROPE_DIM), vector=True),
+)
+
+DECODE = (
+    Arg("q", (BF, torch.float8_e4m3fn), (">=T", "H", HEAD_DIM), vector=True),
+    Arg("swa_cache", CACHE_DTYPES, (None, None, None), Layout.POOL, vector=True),
+    Arg("kv_cache", CACHE_DTYPES, (None, None, None), Layout.POOL, vector=True, optional=True),
+    Arg("sinks", (F32,), (None,), optional=True),
+    Arg("workspace", (U8,), (None,), vector=True, optional=True),
+    Arg("counters", (U8,), (None,), vector=True, optional=True),
+)
+
+
+def check(arguments: tuple[Arg, ...], values: Mapping[str, Any], sizes: dict[str, int], device: torch.device) -> None:
+    """Walks a table; the first argument that does not fit raises. `sizes` holds known sizes and collects the others."""
+    for arg in arguments:
+        value = values[arg.name]
+        if value is None:
+            if not arg.optional:
+                raise InvalidArgument(arg.name, None, _described(arg, sizes))
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise InvalidArgument(arg.name, f"a {type(value).__name__}", _described(arg, sizes))
+        _check_tensor(arg, value, sizes, device)
+
+
+def _check_tensor(arg: Arg, value: torch.Tensor, sizes: dict[str, int], device: torch.device) -> None:
+    name = arg.name
+    if value.device != device:
+        raise InvalidArgument(name, f"device {value.device}", f"{device}, where the other tensors are")
+    if value.dtype not in arg.dtypes:
+        raise InvalidArgument(name, f"dtype {value.dtype}", " or ".join(map(str, arg.dtypes)))
+    if value.dim() != len(arg.shape):
+        raise InvalidArgument(name, f"rank {value.dim()}, shape {list(value.shape)}", _described(arg, sizes))
+    for got, want in zip(value.shape, arg.shape, strict=True):
+        if not _extent_fits(got, want, sizes):
+            raise InvalidArgument(name, f"shape {list(value.shape)}", _described(arg, sizes))
+    if arg.layout is Layout.POOL:
+        PoolGeometry.of(value, name)
+    elif arg.layout is Layout.DENSE and not value.is_contiguous():
+        raise InvalidArgument(name, f"strides {list(value.stride())}", f"{list(_dense_strides(value))}, contiguous")
+    elif arg.layout is Layout.ROWS:
+        _check_rows(name, value)
+    if arg.vector and alignment(value) < ALIGNMENT:
+        raise InvalidArgument(
+            name,
+            f"address {value.data_ptr():#x}, strides of {[s * value.element_size() for s in value.stride()[:-1]]} bytes",
+            f"multiples of {ALIGNMENT} bytes",
+            hint="start views at multiples of 16 bytes and pad their rows to 16 bytes",
+        )
+
+
+def _extent_fits(got: int, want: int | str | None, sizes: dict[str, int]) -> bool:
+    if want is None:
+        return True
+    if isinstance(want, int):
+        return got == want
+    if want.startswith(">="):
+        return got >= sizes.get(want[2:], 0)
+    return sizes.setdefault(want, got) == got
+
+
+def _check_rows(name: str, value: torch.Tensor) -> None:
+    """Unit last stride, and every outer stride at least the extent it steps over (dimensions of one entry aside)."""
+    if value.numel() == 0:
+        return
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise InvalidArgument(name, f"strides {list(value.stride())}", "a last stride of 1")
+    span = value.shape[-1]
+    for dim in range(value.dim() - 2, -1, -1):
+        if value.shape[dim] > 1 and value.stride(dim) < span:
+            raise InvalidArgument(name, f"stride {value.stride(dim)} in dimension {dim}", f"at least {span}: rows must not overlap")
+        span += (value.shape[dim] - 1) * value.stride(dim)
+
+
+def _dense_strides(value: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(value.shape, device="meta").stride()
+
+
+def _described(arg: Arg, sizes: Mapping[str, int]) -> str:
+    """`[T, 2W] torch.float32 (T=5, 2W=2048)`: the rule, and the sizes it stands on."""
+    dims = ["any" if want is None else str(want) for want in arg.shape]
+    known = [f"{n}={sizes[n]}" for n in dict.fromkeys(d.removeprefix(">=") for d in dims) if n in sizes]
+    return f"[{', '.join(dims)}] {' or '.join(map(str, arg.dtypes))}" + (f" ({', '.join(known)})" if known else "")
+
+
+def alignment(value: torch.Tensor) -> int:
+    """The largest of 32, 16, 8, ... bytes that divides the address and every stride but the last.
+
+    The row stride of a packed pool is nominal (data rows lie 576 bytes apart) and does not count.
+    """
+    size = value.element_size()
+    bits = value.data_ptr() | 32
+    strides = value.stride()[:-1]
+    if value.dtype == PACKED.dtype and value.dim() == 3:
+        strides = strides[:1]
+    for stride in strides:
+        bits |= stride * size
+    return bits & -bits
+
+
+def vector_bytes(arguments: tuple[Arg, ...], values: Mapping[str, Any], widest: int) -> int:
+    """The access width, 16 or 32 bytes and at most `widest`, that all vector-accessed arguments of a call allow."""
+    width = widest
+    for arg in arguments:
+        if arg.vector and (value := values.get(arg.name)) is not None:
+            width = min(width, alignment(value))
+            if width < ALIGNMENT:
+                raise InvalidArgument(
+                    arg.name,
+                    f"address {value.data_ptr():#x}, strides of {[s * value.element_size() for s in value.stride()[:-1]]} bytes",
+                    f"multiples of {ALIGNMENT} bytes",
+                    hint="start views at multiples of 16 bytes and pad their rows to 16 bytes",
+                )
+    return width
+
+
+# Scalars ---------------------------------------------------------------------------------------------------------------
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite number above zero."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
+        raise InvalidArgument(name, repr(value), "a finite number > 0")
+    return float(value)
+
+
+def integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InvalidArgument(name, repr(value), f"an int, {least} <= value <= {most}")
+    return value
+
+
+def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+    if isinstance(value, bool) or value not in allowed:
+        raise InvalidArgument(name, repr(value), " or ".join(map(repr, allowed)))
+
+
+def scale(name: str, value: Any, fmt: KVFormat) -> float:
+    """A per-tensor scale: finite and positive, and anything but 1.0 only with full-row FP8."""
+    if value is None:
+        return 1.0
+    number = positive(name, value)
+    if number != 1.0 and not fmt.scaled:
+        raise InvalidArgument(name, number, f"1.0 with {fmt.name} rows", hint="per-tensor scales apply to full-row FP8 only")
+    return number
+
+
+# One function per public call -------------------------------------------------------------------------------------------
+
+
+def compress_store_scalars(a: Mapping[str, Any]) -> None:
+    """What the compiled function cannot see, in constant time: ratio, eps, policy, scale, format."""
+    one_of("ratio", a["ratio"], (4, 128))
+    positive("eps", a["eps"])
+    save = a["save"]
+    if not isinstance(save, SavePolicy):
+        raise InvalidArgument("save", repr(save), "a SavePolicy")
+    if (a["kv_score"] is None) != (a["ape"] is None):
+        missing, given = ("ape", "kv_score") if a["ape"] is None else ("kv_score", "ape")
+        raise InvalidArgument(missing, None, f"a tensor, since {given} is given", hint="pass both, or neither where rows are saved already")
+    if a["kv_score"] is not None and not save.every_row and a["seq_lens"] is None:
+        raise InvalidArgument("seq_lens", None, f"an int32 tensor [R], which {save} needs")
+    scale("kv_scale", a["kv_scale"], format_of(tensor("kv_cache", a["kv_cache"])))
+
+
+def compress_store(a: Mapping[str, Any]) -> None:
+    """All checks of `compress_store`."""
+    compress_store_scalars(a)
+    width = 1024 if a["ratio"] == 4 else 512
+    sizes = {"ratio": a["ratio"], "W": width, "2W": 2 * width}
+    device = tensor("state_slots", a["state_slots"]).device
+    check(COMPRESS_STORE, a, sizes, device)
+    if a["state"].shape[1] < 1:
+        raise InvalidArgument("state", f"shape {list(a['state'].shape)}", "at least one row per block")
+    if a["state"].shape[0] < 1:
+        raise InvalidArgument("state", f"shape {list(a['state'].shape)}", "at least one block")
+    if a["state_block_table"].shape[1] < 1:
+        raise InvalidArgument("state_block_table", f"shape {list(a['state_block_table'].shape)}", "at least one column")
+
+
+def sparse_indices_width(a: Mapping[str, Any]) -> int:
+    """Columns of the compressed part: `width` rounded up to 4, or k rounded up to 4, or 0."""
+    width, source, ids = a["width"], a["source"], a["ids"]
+    if source is IdSource.NONE:
+        if width not in (None, 0) or isinstance(width, bool):
+            raise InvalidArgument("width", repr(width), "None or 0 without a compressed part")
+        return 0
+    if source is IdSource.ALL_GROUPS:
+        if width is None:
+            raise InvalidArgument("width", None, "the table's width, which IdSource.ALL_GROUPS needs")
+        return (integer("width", width, 1, 2**31 - 1 - WINDOW - 4) + 3) // 4 * 4
+    k = max(tensor("ids", ids).shape[-1], 1)
+    columns = k if width is None else integer("width", width, k, 2**31 - 1 - WINDOW - 4)
+    return (columns + 3) // 4 * 4
+
+
+def sparse_indices_scalars(a: Mapping[str, Any]) -> None:
+    """What the compiled function cannot see, in constant time: source against arguments, geometries, width, rows."""
+    source = a["source"]
+    if not isinstance(source, IdSource):
+        raise InvalidArgument("source", repr(source), f"one of {', '.join(f'IdSource.{s.name}' for s in IdSource)}")
+    _geometry("window", a["window"])
+    needs = {
+        "compressed": source is not IdSource.NONE,
+        "ids": source in (IdSource.LOCAL, IdSource.GLOBAL),
+        "compressed_block_table": source in (IdSource.LOCAL, IdSource.ALL_GROUPS),
+    }
+    for name, needed in needs.items():
+        if needed and a[name] is None:
+            raise InvalidArgument(name, None, f"a value, which {source} needs")
+        if not needed and a[name] is not None:
+            raise InvalidArgument(name, f"a {type(a[name]).__name__}", f"None, since {source} has no use for it")
+    if source is not IdSource.NONE:
+        _geometry("compressed", a["compressed"])
+    if source in (IdSource.LOCAL, IdSource.ALL_GROUPS):
+        integer("ratio", a["ratio"], 1)
+    tokens = tensor("positions", a["positions"]).shape[0] if tensor("positions", a["positions"]).dim() else 0
+    if a["num_rows"] is not None:
+        integer("num_rows", a["num_rows"], tokens)
+
+
+def sparse_indices(a: Mapping[str, Any], combined: bool) -> None:
+    """All checks of `sparse_indices`; `a["out"]` may be None."""
+    sparse_indices_scalars(a)
+    device = tensor("positions", a["positions"]).device
+    sizes: dict[str, int] = {}
+    check(SPARSE_INDICES, a, sizes, device)
+    width = sparse_indices_width(a)
+    rows = sizes["T"] if a["num_rows"] is None else a["num_rows"]
+    out = a["out"]
+    if out is not None:
+        check_indices(out, combined, {"rows": rows, "width": width, "columns": WINDOW + width}, width > 0, device)
+
+
+def check_indices(
+    out: CombinedIndices | SegmentIndices, combined: bool, sizes: dict[str, int], compressed: bool, device: torch.device, name: str = "out"
+) -> None:
+    """The tables a caller hands over, to write into (`out`) or to read from (`indices`)."""
+    wanted = CombinedIndices if combined else SegmentIndices
+    if not isinstance(out, wanted):
+        raise InvalidArgument(
+            name, f"a {type(out).__name__}", f"{wanted.__name__}, the form of the {'SM100' if combined else 'SM120'} family"
+        )
+    arguments = COMBINED_OUT if combined else SEGMENT_WINDOW_OUT + (SEGMENT_COMPRESSED_OUT if compressed else ())
+    values = {arg.name: getattr(out, arg.name.removeprefix("out.")) for arg in arguments}
+    if name != "out":
+        arguments = tuple(Arg(a.name.replace("out", name, 1), a.dtypes, a.shape, a.layout, a.vector, a.optional) for a in arguments)
+        values = {key.replace("out", name, 1): value for key, value in values.items()}
+    check(arguments, values, sizes, device)
+
+
+def qkv_insert(a: Mapping[str, Any], accepted_heads: tuple[int, ...] | None = None) -> None:
+    """All checks of `qkv_insert`."""
+    positive("eps", a["eps"])
+    one_of("q_dtype", a["q_dtype"], (BF, torch.float8_e4m3fn))
+    if not isinstance(a["apply_q_norm"], bool):
+        raise InvalidArgument("apply_q_norm", repr(a["apply_q_norm"]), "True or False")
+    sizes: dict[str, int] = {}
+    device = tensor("q", a["q"]).device
+    check(QKV_INSERT, a, sizes, device)
+    fmt = format_of(a["kv_cache"])
+    scale("kv_scale", a["kv_scale"], fmt)
+    if a["q_scale"] is not None and positive("q_scale", a["q_scale"]) != 1.0 and a["q_dtype"] is BF:
+        raise InvalidArgument("q_scale", a["q_scale"], "1.0 with bfloat16 q", hint="a q scale applies to q_dtype=torch.float8_e4m3fn only")
+    if a["q_dtype"] is not BF and not fmt.scaled:
+        raise InvalidArgument("q_dtype", a["q_dtype"], f"{BF} with {fmt.name} rows", hint="FP8 q goes with full-row FP8 caches")
+    heads = sizes["H"]
+    padded = heads if a["padded_heads"] is None else integer("padded_heads", a["padded_heads"], heads, 128)
+    if a["out"] is not None:
+        check((Arg("out", (a["q_dtype"],), ("N", "padded_heads", HEAD_DIM), vector=True),), a, {**sizes, "padded_heads": padded}, device)
+
+
+COMBINED_IN = (
+    Arg("indices.table", (I32,), (">=T", "columns"), vector=True),
+    Arg("indices.lengths", (I32,), (">=T",)),
+)
+SEGMENTS_IN = (
+    Arg("indices.window", (I32,), (">=T", WINDOW), vector=True),
+    Arg("indices.window_lengths", (I32,), (">=T",)),
+    Arg("indices.compressed", (I32,), (">=T", "width"), vector=True, optional=True),
+    Arg("indices.compressed_lengths", (I32,), (">=T",), optional=True),
+)
+
+
+def decode(a: Mapping[str, Any], accepted_heads: tuple[int, ...]) -> None:
+    """All checks of `decode` that need no target."""
+    step, indices = a["step"], a["indices"]
+    if not isinstance(step, StepMetadata):
+        raise InvalidArgument("step", f"a {type(step).__name__}", "a StepMetadata")
+    device = tensor("q", a["q"]).device
+    if step.positions.device != device:
+        raise InvalidArgument("step", f"device {step.positions.device}", f"{device}, where q is")
+    sizes = {"T": step.num_tokens}
+    check(DECODE, a, sizes, device)
+    heads = sizes["H"]
+    if heads not in accepted_heads:
+        raise InvalidArgument(
+            "q", f"{heads} heads", f"a padded count, {', '.join(map(str, accepted_heads))}", hint="pad with pad_q_heads(n)"
+        )
+    num_heads = heads if a["num_heads"] is None else integer("num_heads", a["num_heads"], 1, heads)
+    swa = format_of(a["swa_cache"], "swa_cache")
+    if a["kv_cache"] is not None and format_of(a["kv_cache"]) is not swa:
+        raise InvalidArgument("kv_cache", f"{format_of(a['kv_cache']).name} rows", f"{swa.name} rows, as swa_cache")
+    if a["q"].dtype != (wanted := torch.float8_e4m3fn if swa.scaled else BF):
+        raise InvalidArgument("q", f"dtype {a['q'].dtype}", f"{wanted} with {swa.name} caches")
+    if a["sinks"] is not None and a["sinks"].shape[0] not in (num_heads, heads):
+        raise InvalidArgument("sinks", f"shape {list(a['sinks'].shape)}", f"[{num_heads}] (heads) or [{heads}] (padded heads)")
+    positive("sm_scale", a["sm_scale"])
+    scale("q_scale", a["q_scale"], swa)
+    scale("kv_scale", a["kv_scale"], swa)
+    if a["out"] is not None and a["rope_cos_sin"] is None:
+        check((Arg("out", (BF,), (">=T", "H", HEAD_DIM), vector=True),), a, sizes, device)
+    _decode_indices(indices, a["kv_cache"], sizes, device)
+
+
+def _decode_indices(indices: Any, kv_cache: torch.Tensor | None, sizes: dict[str, int], device: torch.device) -> None:
+    if not isinstance(indices, CombinedIndices | SegmentIndices):
+        raise InvalidArgument("indices", f"a {type(indices).__name__}", "CombinedIndices or SegmentIndices")
+    values = {f"indices.{name}": value for name, value in vars(indices).items()}
+    if isinstance(indices, CombinedIndices):
+        check(COMBINED_IN, values, sizes, device)
+        if sizes["columns"] < WINDOW or sizes["columns"] % 4:
+            raise InvalidArgument("indices.table", f"{sizes['columns']} columns", f"{WINDOW} and a multiple of 4 more")
+        compressed = sizes["columns"] > WINDOW
+    else:
+        window = tensor("indices.window", indices.window)
+        if window.dim() == 2 and window.shape[1] > WINDOW:
+            raise UnsupportedRequest(
+                f"a window of {window.shape[1]} columns (DSpark)",
+                device=device,
+                supported=f"{WINDOW} columns",
+                nearest="tables of sparse_indices, one row per draft token",
+            )
+        check(SEGMENTS_IN, values, sizes, device)
+        if (indices.compressed is None) != (indices.compressed_lengths is None):
+            missing = "compressed" if indices.compressed is None else "compressed_lengths"
+            raise InvalidArgument(f"indices.{missing}", None, "a tensor, since the other half of the compressed part is given")
+        compressed = indices.compressed is not None
+    if compressed and kv_cache is None:
+        raise InvalidArgument("kv_cache", None, "the compressed pool that the tables point into", hint="None is for window-only layers")
+
+
+def tensor(name: str, value: Any) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgument(name, "None" if value is None else f"a {type(value).__name__}", "a torch.Tensor")
+    return value
+
+
+def _geometry(name: str, value: Any) -> None:
+    if not isinstance(value, PoolGeometry):
+        raise InvalidArgument(
+            name, "None" if value is None else f"a {type(value).__name__}", "a PoolGeometry", hint="PoolGeometry.of(cache)"
+        )
+
+
+# Value checks: they read the tensors, so they synchronise --------------------------------------------------------------
+
+
+def _span(name: str, values: torch.Tensor, where: torch.Tensor, low: int, high: int | torch.Tensor) -> None:
+    """Refuses the first of `values[where]` outside [low, high)."""
+    bad = where & ((values < low) | (values >= high))
+    if bool(bad.any()):
+        at = [int(i) for i in bad.nonzero()[0]]
+        limit = high if isinstance(high, int) else int(high.expand_as(values)[tuple(at)])
+        raise InvalidArgument(name, f"{int(values[tuple(at)])} at {at}", f"a value in [{low}, {limit})")
+
+
+def compress_store_values(a: Mapping[str, Any]) -> None:
+    """Slots, positions and requests of real rows lie inside their pools and tables."""
+    slots, state = a["state_slots"], a["state"]
+    rows = min(t.shape[0] for t in (slots, a["positions"], a["token_to_req"], a["kv_slots"]))
+    real = slots[:rows] >= 0
+    geometry = PoolGeometry.of(a["kv_cache"])
+    _span("state_slots", slots[:rows], real, 0, state.shape[0] * state.shape[1])
+    _span("positions", a["positions"][:rows], real, 0, a["cos_sin"].shape[0])
+    _span("token_to_req", a["token_to_req"][:rows], real, 0, a["state_block_table"].shape[0])
+    _span("kv_slots", a["kv_slots"][:rows], real & (a["kv_slots"][:rows] != -1), 0, geometry.slots)
+    if a["seq_lens"] is not None:
+        _span("seq_lens", a["seq_lens"], torch.ones_like(a["seq_lens"], dtype=torch.bool), 0, 2**31 - 1)
+
+
+def sparse_indices_values(a: Mapping[str, Any]) -> None:
+    """Positions and requests of real rows are in range; ids are -1 or valid."""
+    positions, requests = a["positions"], a["token_to_req"]
+    rows = min(positions.shape[0], requests.shape[0], *([a["slots"].shape[0]] if a["slots"] is not None else []))
+    real = torch.ones(rows, dtype=torch.bool, device=positions.device) if a["slots"] is None else a["slots"][:rows] >= 0
+    _span("positions", positions[:rows], real, 0, 2**31 - 1)
+    _span("token_to_req", requests[:rows], real, 0, a["window_block_table"].shape[0])
+    if a["ids"] is not None:
+        ids = a["ids"][:rows]
+        limit: int | torch.Tensor = a["compressed"].slots
+        if a["source"] is IdSource.LOCAL:
+            limit = ((positions[:rows] + 1) // a["ratio"])[:, None]
+        _span("ids", ids, real[:, None] & (ids != -1), 0, limit)
+
+
+def qkv_insert_values(a: Mapping[str, Any]) -> None:
+    """Positions have a row in `cos_sin`, slots lie inside the pool."""
+    everything = torch.ones_like(a["positions"], dtype=torch.bool)
+    _span("positions", a["positions"], everything, 0, a["cos_sin"].shape[0])
+    _span("slots", a["slots"], a["slots"] >= 0, 0, PoolGeometry.of(a["kv_cache"]).slots)
+
+
+def decode_values(step: StepMetadata, indices: CombinedIndices | SegmentIndices) -> None:
+    """Sequence lengths cover their queries; lengths fit their tables; no -1 lies inside an active range."""
+    offsets = step.query_start_loc[: step.num_requests + 1]
+    lens = step.seq_lens[: step.num_requests]
+    short = (lens < offsets.diff()) & (lens > 0)
+    if bool(short.any()):
+        r = int(short.nonzero()[0])
+        raise InvalidArgument("step.seq_lens", f"{int(lens[r])} for request {r}", f"at least its {int(offsets.diff()[r])} query rows")
+    rows = step.num_tokens
+    if isinstance(indices, CombinedIndices):
+        parts = [("indices.table", indices.table[:rows], "indices.lengths", indices.lengths[:rows], WINDOW)]
+    else:
+        parts = [("indices.window", indices.window[:rows], "indices.window_lengths", indices.window_lengths[:rows], 0)]
+        if indices.compressed is not None and indices.compressed_lengths is not None:
+            parts.append(
+                ("indices.compressed", indices.compressed[:rows], "indices.compressed_lengths", indices.compressed_lengths[:rows], 0)
+            )
+    for table_name, table, lengths_name, lengths, fixed in parts:
+        _span(lengths_name, lengths, torch.ones_like(lengths, dtype=torch.bool), fixed, table.shape[1] + 1)
+        columns = torch.arange(table.shape[1], device=table.device)
+        _span(table_name, table, (columns >= fixed) & (columns < lengths[:, None]), 0, 2**31 - 1)
