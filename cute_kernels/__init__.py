@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from cute_kernels.indices import IdSource as IdSource
     from cute_kernels.indices import SegmentIndices as SegmentIndices
     from cute_kernels.kv_format import PoolGeometry as PoolGeometry
+    from cute_kernels.layer import LayerSpec as LayerSpec
+    from cute_kernels.layer import SparseMLA as SparseMLA
+    from cute_kernels.layer import StepTables as StepTables
     from cute_kernels.ops import bind as bind
     from cute_kernels.ops import compress_store as compress_store
     from cute_kernels.ops import decode as decode
@@ -47,6 +50,7 @@ _HOME = {
     "freeze": "compile.freeze",
     "IdSource": "indices",
     "InvalidArgument": "errors",
+    "LayerSpec": "layer",
     "MissingKernel": "errors",
     "PackError": "errors",
     "pad_q_heads": "dispatch",
@@ -57,7 +61,9 @@ _HOME = {
     "SegmentIndices": "indices",
     "slot_mapping": "step",
     "sparse_indices": "ops",
+    "SparseMLA": "layer",
     "StepMetadata": "step",
+    "StepTables": "layer",
     "Target": "target",
     "UnsupportedRequest": "errors",
     "Workspace": "dispatch",

@@ -349,44 +349,40 @@ def _check_sparse_indices(a: Mapping[str, Any], target: Target | None) -> None:
     validate.sparse_indices(a, dispatch.combined_form(target))
 
 
-def _new_indices(a: Mapping[str, Any], combined: bool) -> Indices:
-    width = validate.sparse_indices_width(a)
-    rows = a["positions"].shape[0] if a["num_rows"] is None else a["num_rows"]
+def new_tables(rows: int, width: int, combined: bool, device: torch.device) -> Indices:
+    """Unfilled index tables of `rows` rows and `width` compressed columns, in a family's form."""
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=a["positions"].device)
+        return torch.empty(shape, dtype=torch.int32, device=device)
 
     if combined:
         return CombinedIndices(empty(rows, WINDOW + width), empty(rows))
     return SegmentIndices(empty(rows, WINDOW), empty(rows), *((empty(rows, width), empty(rows)) if width else ()))
 
 
+# Names of the tables in `out`, and of the same tensors as kernel arguments.
+_COMBINED_NAMES = {"table": "table", "lengths": "lengths"}
+_SEGMENT_NAMES = {
+    "window": "window_table",
+    "window_lengths": "window_lengths",
+    "compressed": "compressed_table",
+    "compressed_lengths": "compressed_lengths",
+}
+
+
 def _plan_sparse_indices(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
     combined = dispatch.combined_form(target)
-    out = a["out"]
+    width = validate.sparse_indices_width(a)
+    rows = a["positions"].shape[0] if a["num_rows"] is None else a["num_rows"]
+    out, device = a["out"], a["positions"].device
     if out is None:
-        out = _new_indices(a, combined)
-    else:
-        # Rows and columns of the tables are not tied to other arguments by the compiled function.
-        width = validate.sparse_indices_width(a)
-        rows = a["positions"].shape[0] if a["num_rows"] is None else a["num_rows"]
-        validate.check_indices(out, combined, {"rows": rows, "width": width, "columns": WINDOW + width}, width > 0, a["positions"].device)
-    tables = {f"out.{name}": value for name, value in vars(out).items()}
-    names = (
-        {"table": "table", "lengths": "lengths"}
-        if combined
-        else {
-            n: n.replace("window", "window_table")
-            if n == "window"
-            else n.replace("compressed", "compressed_table")
-            if n == "compressed"
-            else n
-            for n in ("window", "window_lengths", "compressed", "compressed_lengths")
-        }
-    )
-    written = {spelt: tables[f"out.{name}"] for name, spelt in names.items()}
-    if written["table" if combined else "window_table"].shape[0] == 0:
+        out = new_tables(rows, width, combined, device)
+    else:  # no symbol of the compiled function ties the tables' extents to those of other arguments
+        validate.check_indices(out, combined, {"rows": rows, "width": width, "columns": WINDOW + width}, width > 0, device)
+    if rows == 0:
         return _Plan(None, {}, out)
+    tables = {f"out.{name}": value for name, value in vars(out).items()}
+    written = {spelt: tables[f"out.{name}"] for name, spelt in (_COMBINED_NAMES if combined else _SEGMENT_NAMES).items()}
     spec = SparseIndicesSpec(
         target=target,
         vector_bytes=validate.vector_bytes(vectors, {**a, **tables}, widest),

@@ -60,7 +60,7 @@ COMPRESS_STORE = (
     Arg("token_to_req", (I32,), (None,)),
     Arg("kv_slots", (I64,), (None,)),
     Arg("norm_weight", (BF,), (HEAD_DIM,), vector=True),
-    Arg("cos_sin", (F32,), (None, ROPE_DIM), vector=True),
+    Arg("cos_sin", (F32,), (None, ROPE_DIM), Layout.ROWS),
     Arg("kv_cache", CACHE_DTYPES, (None, None, None), Layout.POOL, vector=True),
     Arg("seq_lens", (I32,), ("R",), optional=True),
 )
@@ -69,7 +69,7 @@ SPARSE_INDICES = (
     Arg("positions", (I64,), ("T",)),
     Arg("token_to_req", (I32,), (None,)),
     Arg("window_block_table", (I32,), ("R", None), Layout.ROWS),
-    Arg("ids", (I32,), (None, None), Layout.ROWS, optional=True),
+    Arg("ids", (I32,), (None, None), Layout.ROWS, vector=True, optional=True),
     Arg("compressed_block_table", (I32,), ("R", None), Layout.ROWS, optional=True),
     Arg("slots", (I64,), (None,), optional=True),
 )

@@ -1,0 +1,348 @@
+"""What a model's attention layer holds and calls: one object per layer, one call per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cute_kernels import dispatch, validate
+from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, SparseIndicesSpec
+from cute_kernels.errors import InvalidArgument
+from cute_kernels.indices import IdSource, Indices
+from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, PoolGeometry, format_of, resolve_format
+from cute_kernels.ops import bind, compress_store, decode, new_tables, qkv_insert, sparse_indices
+from cute_kernels.save_policy import SavePolicy
+from cute_kernels.step import StepMetadata, slot_mapping
+from cute_kernels.target import Target
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What a layer is, apart from its tensors.
+
+    ratio            1 (window only), 4 or 128: tokens per compressed entry
+    num_heads        query heads on this GPU, 1 to 128
+    kv_cache_dtype   "auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla"; what it means depends on the family
+    eps              of both RMS norms
+    max_seq_len      longest sequence; ratio 128 sizes its tables by it
+    index_topk       ratio 4: ids per row of the indexer
+    sm_scale         softmax scale
+    q_scale, kv_scale   per-tensor FP8 scales; 1.0 with other formats
+    apply_q_norm     False: q comes normalised
+    save             which state rows are kept
+    head_dim, window, vision_spans   512, 128 and False; anything else is refused by name
+    """
+
+    ratio: int
+    num_heads: int
+    kv_cache_dtype: str = "auto"
+    eps: float = 1e-6
+    max_seq_len: int = 1 << 20
+    index_topk: int = 512
+    sm_scale: float = HEAD_DIM**-0.5
+    q_scale: float = 1.0
+    kv_scale: float = 1.0
+    apply_q_norm: bool = True
+    save: SavePolicy = field(default=SavePolicy.EVERY_ROW)
+    head_dim: int = HEAD_DIM
+    window: int = WINDOW
+    vision_spans: bool = False
+
+    def __post_init__(self) -> None:
+        validate.one_of("ratio", self.ratio, (1, 4, 128))
+        dispatch.pad_q_heads(self.num_heads)
+        for name in ("eps", "sm_scale", "q_scale", "kv_scale"):
+            validate.positive(name, getattr(self, name))
+        for name in ("max_seq_len", "index_topk"):
+            validate.integer(name, getattr(self, name), 1)
+        dispatch.require_model(head_dim=self.head_dim, window=self.window, vision_spans=self.vision_spans)
+
+    @property
+    def padded_heads(self) -> int:
+        """Heads of q and out buffers: the smallest count FlashInfer accepts."""
+        return dispatch.pad_q_heads(self.num_heads)
+
+    @property
+    def width(self) -> int:
+        """Columns of the compressed part of the layer's index tables."""
+        columns = {1: 0, 4: self.index_topk, 128: max(self.max_seq_len // 128, 1)}[self.ratio]
+        return (columns + 3) // 4 * 4
+
+    @property
+    def sources(self) -> tuple[IdSource, ...]:
+        """Where compressed entries can come from."""
+        return {1: (IdSource.NONE,), 4: (IdSource.LOCAL, IdSource.ALL_GROUPS), 128: (IdSource.ALL_GROUPS,)}[self.ratio]
+
+    def kv_format(self, target: Target | None) -> KVFormat:
+        """The row format of both caches; CPU layers without a target follow the SM100 family."""
+        return resolve_format(self.kv_cache_dtype, "sm100" if target is None else target.family)
+
+    def q_dtype(self, target: Target | None) -> torch.dtype:
+        """FP8 where the caches are full FP8 rows, else BF16."""
+        return torch.float8_e4m3fn if self.kv_format(target).scaled else torch.bfloat16
+
+    def specs(self, target: Target, *, scores: bool = True, pdl: bool = True) -> Iterator[KernelSpec]:
+        """Every kernel the layer can need on `target`: all access widths that arguments may allow, all id sources.
+
+        scores  False: the engine saves state rows itself and `kv_score` is None
+        """
+        for width in (16, 32):
+            if width > target.vector_bytes:
+                continue
+            if self.ratio > 1:
+                save = "none" if not scores else "every_row" if self.save.every_row else "policy"
+                name = self.kv_format(target).name
+                yield CompressStoreSpec(target, width, pdl, ratio=self.ratio, kv_format=name, scores=scores, save=save)
+            for source in self.sources:
+                yield SparseIndicesSpec(target, width, pdl, source=source.value, slots=True)
+
+
+@dataclass
+class StepTables:
+    """Block tables and slots of one step for one kind of layer. R requests, T rows.
+
+    window_block_table      int32 [R, columns]     pages of the window cache
+    window_slots            int64 [T]              where this step's rows go there; negative: padding row
+    compressed_block_table  int32 [R, columns]     pages of the compressed cache (ratio 4 and 128)
+    kv_slots                int64 [T]              where a row's compressed entry goes; negative where it closes no group
+    state_block_table       int32 [R, columns]     blocks of the compressor's state pool
+    state_slots             int64 [T]              where a row is saved there; negative: padding row
+    width                   columns of the compressed part where fewer than `LayerSpec.width` are enough for this step
+    """
+
+    window_block_table: torch.Tensor
+    window_slots: torch.Tensor
+    compressed_block_table: torch.Tensor | None = None
+    kv_slots: torch.Tensor | None = None
+    state_block_table: torch.Tensor | None = None
+    state_slots: torch.Tensor | None = None
+    width: int | None = None
+
+    @staticmethod
+    def of(
+        step: StepMetadata,
+        window_block_table: torch.Tensor,
+        window_page_rows: int,
+        *,
+        ratio: int = 1,
+        compressed_block_table: torch.Tensor | None = None,
+        compressed_page_rows: int = 0,
+        state_block_table: torch.Tensor | None = None,
+        state_block_rows: int = 0,
+        width: int | None = None,
+    ) -> StepTables:
+        """The tables of a step whose slots follow from its block tables (`slot_mapping`)."""
+        tables = StepTables(window_block_table, slot_mapping(step, window_block_table, window_page_rows), width=width)
+        if ratio == 1:
+            return tables
+        if compressed_block_table is None or state_block_table is None:
+            name = "compressed_block_table" if compressed_block_table is None else "state_block_table"
+            raise InvalidArgument(name, None, f"int32 [R, columns], which ratio {ratio} needs")
+        tables.compressed_block_table, tables.state_block_table = compressed_block_table, state_block_table
+        tables.kv_slots = slot_mapping(step, compressed_block_table, compressed_page_rows, ratio=ratio)
+        tables.state_slots = slot_mapping(step, state_block_table, state_block_rows)
+        return tables
+
+
+class SparseMLA:
+    """One sparse-MLA layer: its caches and weights, and the four calls of a step in order."""
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        *,
+        swa_cache: torch.Tensor,
+        cos_sin: torch.Tensor,
+        kv_cache: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
+        ape: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        sinks: torch.Tensor | None = None,
+        target: Target | str | None = None,
+        insert_backend: str = "auto",
+        decode_backend: str = "auto",
+    ) -> None:
+        """Holds the layer's tensors; all on one device.
+
+        swa_cache    [pages, page rows, 512 or 584] window cache in the format of `spec.kv_cache_dtype`, any page stride
+        cos_sin      [P, 64] fp32, the table that q, KV rows and compressor share
+        kv_cache     likewise, compressed cache (ratio 4 and 128)
+        state        [blocks, block rows, 2W] fp32 state pool (ratio 4 and 128); W = 1024 or 512
+        ape          [ratio, W] fp32; None where the engine saves state rows itself and calls without kv_score
+        norm_weight  [512] bf16 of the compressor's norm
+        sinks        [num_heads] fp32 attention sinks
+        target       Target or name; default: the tensors' device
+        insert_backend, decode_backend   backend of `qkv_insert` and of `decode`
+        """
+        self.spec, self.insert_backend, self.decode_backend = spec, insert_backend, decode_backend
+        self.target = dispatch.resolve_target(validate.tensor("swa_cache", swa_cache).device, target)
+        self.format = spec.kv_format(self.target)
+        self._require_format("swa_cache", swa_cache)
+        if spec.ratio > 1:
+            for name, value in (("kv_cache", kv_cache), ("state", state), ("norm_weight", norm_weight)):
+                validate.tensor(name, value)
+            self._require_format("kv_cache", kv_cache)
+        else:
+            for name, value in (("kv_cache", kv_cache), ("state", state), ("ape", ape), ("norm_weight", norm_weight)):
+                if value is not None:
+                    raise InvalidArgument(name, f"a {type(value).__name__}", "None for a window-only layer (ratio 1)")
+        for name in ("kv_scale", "q_scale"):
+            validate.scale(name, getattr(spec, name), self.format)
+        self.swa_cache, self.kv_cache, self.state, self.ape = swa_cache, kv_cache, state, ape
+        self.window = PoolGeometry.of(swa_cache, "swa_cache")
+        self.compressed = None if kv_cache is None else PoolGeometry.of(kv_cache)
+        self.sinks = None if sinks is None else self._padded_sinks(sinks)
+        self._compress = None
+        if spec.ratio > 1:
+            kept = {"state": state, "norm_weight": norm_weight, "cos_sin": cos_sin, "kv_cache": kv_cache, "ratio": spec.ratio}
+            more: dict[str, Any] = {"eps": spec.eps, "kv_scale": spec.kv_scale, "save": spec.save, "target": self.target}
+            self._compress = bind(compress_store, ape=ape, **kept, **more)
+        self._insert = bind(
+            qkv_insert,
+            kv_cache=swa_cache,
+            cos_sin=cos_sin,
+            eps=spec.eps,
+            padded_heads=spec.padded_heads,
+            apply_q_norm=spec.apply_q_norm,
+            q_scale=spec.q_scale,
+            kv_scale=spec.kv_scale,
+            q_dtype=spec.q_dtype(self.target),
+            backend=insert_backend,
+            target=self.target,
+        )
+
+    def _require_format(self, name: str, cache: torch.Tensor | None) -> None:
+        found = format_of(validate.tensor(name, cache), name)
+        if found is not self.format:
+            raise InvalidArgument(name, f"{found.name} rows", f"{self.format.name} rows, which {self.spec.kv_cache_dtype!r} means here")
+
+    def _padded_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        device = self.swa_cache.device
+        validate.check((validate.Arg("sinks", (torch.float32,), (self.spec.num_heads,)),), {"sinks": sinks}, {}, device)
+        return dispatch.pad_sinks(sinks, self.spec.padded_heads)
+
+    def warm_up(self, progress: Callable[[KernelSpec], None] | None = None) -> int:
+        """Loads, and compiles where needed, every kernel this layer can call. Returns how many; 0 without a target."""
+        if self.target is None:
+            return 0
+        from cute_kernels.compile import cache
+
+        return cache.warm_up(self.spec.specs(self.target, scores=self.ape is not None), progress)
+
+    def __call__(
+        self,
+        step: StepMetadata,
+        tables: StepTables,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        kv_score: torch.Tensor | None = None,
+        ids: torch.Tensor | IdSource | None = None,
+        *,
+        out: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+        counters: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One step: saves and compresses, builds index tables, inserts this step's rows, attends.
+
+        step      rows and lengths of the step (T rows)
+        tables    block tables and slots for this kind of layer
+        q         [T, num_heads, 512] bf16, before norm and RoPE
+        kv        [T, 512] bf16, normalised, before RoPE
+        kv_score  [>= T, 2W] fp32 of the compressor (ratio 4 and 128); None where state rows are saved already
+        ids       ratio 4: int32 [T, k], the indexer's entries by number in the request; or IdSource.ALL_GROUPS where no request
+                  has more than `index_topk` entries, so that all are selected
+        out       [>= T, padded heads, 512] bf16; default: a new tensor
+        workspace, counters   as for `decode`
+
+        Returns [T, num_heads, 512] bf16, a view.
+        """
+        self.compress(step, tables, kv_score)
+        indices = self.indices(step, tables, ids)
+        padded = self._insert(q=q, kv=kv, slots=tables.window_slots, positions=step.positions)
+        attended = decode(
+            padded,
+            self.swa_cache,
+            self.kv_cache,
+            step,
+            indices,
+            num_heads=self.spec.num_heads,
+            sinks=self.sinks,
+            sm_scale=self.spec.sm_scale,
+            q_scale=self.spec.q_scale,
+            kv_scale=self.spec.kv_scale,
+            out=out,
+            workspace=workspace,
+            counters=counters,
+            backend=self.decode_backend,
+            target=self.target,
+        )
+        assert isinstance(attended, torch.Tensor)
+        return attended
+
+    def compress(self, step: StepMetadata, tables: StepTables, kv_score: torch.Tensor | None) -> None:
+        """The layer's `compress_store`; nothing for a window-only layer."""
+        if self._compress is None:
+            if kv_score is not None:
+                raise InvalidArgument("kv_score", f"a {type(kv_score).__name__}", "None for a window-only layer (ratio 1)")
+            return
+        self._compress(
+            kv_score=kv_score,
+            state_block_table=tables.state_block_table,
+            positions=step.positions,
+            token_to_req=step.token_to_req,
+            state_slots=tables.state_slots,
+            kv_slots=tables.kv_slots,
+            seq_lens=None if self.spec.save.every_row else step.seq_lens,
+        )
+
+    def indices(self, step: StepMetadata, tables: StepTables, ids: torch.Tensor | IdSource | None) -> Indices:
+        """The layer's index tables: per layer where the indexer chose, else once per step for all layers of one geometry."""
+        source, device = self._source(ids), step.positions.device
+        chosen = ids if isinstance(ids, torch.Tensor) else None
+        combined = dispatch.combined_form(self.target)
+        if chosen is not None:
+            width = (max(chosen.shape[-1], 1) + 3) // 4 * 4
+        else:
+            width = self.spec.width if tables.width is None or source is IdSource.NONE else (tables.width + 3) // 4 * 4
+        compressed_table = None if self.spec.ratio == 1 else tables.compressed_block_table
+        addresses = tuple(None if t is None else t.data_ptr() for t in (tables.window_block_table, tables.window_slots, compressed_table))
+        key = ("sparse_indices", combined, source, self.spec.ratio, width, self.window, self.compressed, *addresses)
+
+        def build() -> Indices:
+            buffers = step.keep(key if chosen is None else (*key[:2], width), lambda: new_tables(step.max_tokens, width, combined, device))
+            return sparse_indices(
+                step.positions,
+                step.token_to_req,
+                tables.window_block_table,
+                chosen,
+                compressed_table,
+                window=self.window,
+                compressed=self.compressed,
+                source=source,
+                ratio=self.spec.ratio,
+                width=None if source is IdSource.NONE else width,
+                slots=tables.window_slots,
+                out=first_rows(buffers, step.num_tokens),
+                target=self.target,
+            )
+
+        return build() if chosen is not None else step.once(key, build)
+
+    def _source(self, ids: torch.Tensor | IdSource | None) -> IdSource:
+        if self.spec.ratio != 4:
+            if ids is not None and ids is not IdSource.ALL_GROUPS:
+                raise InvalidArgument("ids", f"a {type(ids).__name__}", f"None for a layer of ratio {self.spec.ratio}")
+            return self.spec.sources[0]
+        if isinstance(ids, torch.Tensor):
+            return IdSource.LOCAL
+        if ids is not IdSource.ALL_GROUPS:
+            raise InvalidArgument("ids", repr(ids), "int32 [T, k] from the indexer, or IdSource.ALL_GROUPS")
+        return IdSource.ALL_GROUPS
+
+
+def first_rows(tables: Indices, rows: int) -> Indices:
+    """Views of the first `rows` rows."""
+    return type(tables)(*(None if t is None else t[:rows] for t in vars(tables).values()))  # type: ignore[arg-type]
