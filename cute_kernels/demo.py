@@ -1,0 +1,231 @@
+"""`python -m cute_kernels demo`: runs the example's DeepSeek-V4 layer step by step and has every row judged.
+
+Two requests share the steps: one prefills a long prompt in chunks while the other, already prefilled, decodes beside it; then
+both decode, verify speculative tokens of which some are rejected, and decode on. The judge (demo_judge.py) gets the outputs of
+the layer's projections and the ids its indexer chose, and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import click
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cute_kernels import demo_judge as judge
+from cute_kernels.target import Target
+
+DECODE_STEPS, DRAFT_TOKENS = 3, 3
+FULL_TOKENS, FULL_CHUNK, FULL_TOPK = 2600, 1024, 512
+# Full-row FP8 only. Any scales that keep values of about +-6 inside E4M3's +-448 would do, as long as no BF16 value divided by one lies
+# half-way between two E4M3 values, where the last bit of the division would decide.
+Q_SCALE, KV_SCALE = 0.05, 0.037
+RATIOS = (1, 4, 128)
+FAULTS = ("wrong-page", "wrong-rope", "dropped-sink")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step: tokens that each request appends, and how many of those turn out to be rejected afterwards."""
+
+    query_lens: dict[int, int]
+    rejected: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+def schedule(tokens: int) -> list[Work]:
+    """Steps of a prompt of `tokens` tokens (request 0) beside a short one (request 1)."""
+    chunk = -(-tokens * FULL_CHUNK // FULL_TOKENS)
+    chunks = [min(chunk, tokens - begin) for begin in range(0, tokens, chunk)]
+    # So long that the second of its four speculative rows closes a group of 128.
+    short = 128 * max(1, tokens // 1024) - 2 - (len(chunks) - 1) - DECODE_STEPS
+    return [
+        Work({0: chunks[0], 1: short}),
+        *(Work({0: chunk, 1: 1}) for chunk in chunks[1:]),
+        *[Work({0: 1, 1: 1})] * DECODE_STEPS,
+        Work({0: 1 + DRAFT_TOKENS, 1: 1 + DRAFT_TOKENS}, rejected={0: 2, 1: 1}),
+        *[Work({0: 1, 1: 1})] * DECODE_STEPS,
+    ]
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to run: a family, its KV format, the device it runs on here, and what the format rounds."""
+
+    label: str
+    target: Target
+    kv_cache_dtype: str
+    device: str
+    path: str
+    rounding: judge.Rounding
+    q_scale: float = 1.0
+    kv_scale: float = 1.0
+
+
+def formats() -> list[Format]:
+    """BF16 and FP8 rows of the SM100 family, packed rows of the SM120 family; on this GPU where it is of that family, else on the CPU."""
+    own = None
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() in ((10, 0), (10, 3), (12, 0), (12, 1)):
+        own = Target.from_capability(torch.cuda.get_device_capability())
+
+    def place(family: str, gpu_path: str) -> tuple[Target, str, str]:
+        if own is not None and own.family == family:
+            return own, "cuda", gpu_path
+        return Target.named(family), "cpu", "reference (CPU)"
+
+    sm100, device100, path100 = place("sm100", "FlashInfer trtllm-gen")
+    sm120, device120, path120 = place("sm120", "FlashInfer sparse")
+    return [
+        Format("bf16 (SM100)", sm100, "bfloat16", device100, path100, judge.BF16),
+        Format("fp8 (SM100)", sm100, "fp8", device100, path100, judge.fp8(Q_SCALE, KV_SCALE), Q_SCALE, KV_SCALE),
+        Format("packed (SM120)", sm120, "fp8_ds_mla", device120, path120, judge.packed(quantized_query=device120 == "cuda")),
+    ]
+
+
+@dataclass
+class Outcome:
+    """One line of the table: the layers of one ratio in one format. `seconds`: one layer, all steps, without the judge."""
+
+    ratio: int
+    kind: str
+    format: Format
+    verdict: judge.Verdict
+    seconds: float = 0.0
+
+
+def load_example() -> ModuleType:
+    """examples/attention_layer.py of this source checkout, as a module."""
+    path = Path(__file__).resolve().parents[1] / "examples" / "attention_layer.py"
+    name = "cute_kernels_example_attention_layer"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise click.ClickException(
+                f"the demo runs {path}, which is part of a source checkout: clone the repository, run `make demo` there"
+            )
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+class Run:
+    """The layers of one format with their engine, their judges, and the lines of the table that they fill."""
+
+    def __init__(self, fmt: Format, tokens: int, heads: int, ratios: list[int], plant: str | None) -> None:
+        example = load_example()
+        # Scaled so that every size chooses as at full size: 512 of 650.
+        topk = min(FULL_TOPK, max(4, tokens * FULL_TOPK // FULL_TOKENS // 4 * 4))
+        config = dataclasses.replace(example.V4_FLASH, num_heads=heads, o_groups=max(1, heads // 8), index_topk=topk)
+        kinds = {1: "window only", 4: f"ratio 4, best {topk}", 128: "ratio 128, all"}
+        positions = 64 + max(sum(work.query_lens[request] for work in schedule(tokens)) for request in (0, 1))
+        scales = {"q_scale": fmt.q_scale, "kv_scale": fmt.kv_scale}
+
+        self.hidden_size, self.device, self.plant = config.hidden_size, fmt.device, plant
+        self.engine = example.Engine(
+            config,
+            ratios,
+            fmt.target,
+            kv_cache_dtype=fmt.kv_cache_dtype,
+            max_requests=2,
+            max_tokens=positions,
+            draft_tokens=DRAFT_TOKENS,
+            device=fmt.device,
+        )
+        self.layers = [example.DeepseekV4Attention(config, r, fmt.target, max_positions=positions, **scales).to(fmt.device) for r in ratios]
+        self.lines = {ratio: Outcome(ratio, kinds[ratio], fmt, judge.Verdict()) for ratio in ratios}
+        self.judges = []
+        for layer in self.layers:
+            compressor = (layer.ape, layer.compressor_norm.weight) if layer.ratio != 1 else None
+            self.judges.append(judge.LayerJudge(layer.ratio, fmt.rounding, self.lines[layer.ratio].verdict, layer.sinks, compressor))
+            if plant == "wrong-rope":  # the first decode row of request 0 is rotated as if it stood elsewhere
+                layer.cos_sin[tokens] = layer.cos_sin[tokens // 2]
+            if plant == "dropped-sink":
+                layer.sinks[heads // 2] = -torch.inf
+
+    def step(self, work: Work, *, last: bool, progress: Progress, task: TaskID) -> None:
+        batch = self.engine.step(work.query_lens)
+        if self.plant == "wrong-page" and last:  # the first request's window reads another page where its last full one should be
+            table, page = batch.window.block_table, (int(batch.step.seq_lens[0]) - 1) // 64 - 1
+            table[0, page] = table[1, 0]
+        hidden = torch.randn(batch.step.num_tokens, self.hidden_size, dtype=torch.bfloat16).to(self.device)
+        for layer, cache, layer_judge in zip(self.layers, self.engine.caches, self.judges, strict=True):
+            line = self.lines[layer.ratio]
+            progress.update(task, description=f"{line.format.label}, {line.kind}")
+            begin = self._clock()
+            projected = layer.project(hidden, batch, cache)
+            attention = layer.attend(projected, batch, cache)
+            layer.output(attention, batch)
+            line.seconds += (self._clock() - begin) / sum(other.ratio == layer.ratio for other in self.layers)
+            for request, rows in batch.rows():
+                optional = (None if x is None else x[rows] for x in (projected.kv_score, projected.ids))
+                layer_judge.step(request, projected.q[rows], projected.kv[rows], *optional, attention[rows])
+                layer_judge.reject(request, work.rejected.get(request, 0))
+            progress.advance(task)
+        for request, count in work.rejected.items():
+            self.engine.reject(request, count)
+
+    def _clock(self) -> float:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def run(tokens: int, heads: int, layers: int, plant: str | None = None, console: Console | None = None) -> list[Outcome]:
+    """Runs `layers` layers in every format through `schedule(tokens)`; every row is judged. `plant`: one of `FAULTS`, or None."""
+    ratios = [RATIOS[i % len(RATIOS)] for i in range(layers)]
+    steps = schedule(tokens)
+    outcomes: list[Outcome] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console or Console(stderr=True), transient=True) as progress, torch.random.fork_rng():
+        task = progress.add_task("", total=len(formats()) * len(steps) * layers)
+        for fmt in formats():
+            torch.manual_seed(0)
+            session = Run(fmt, tokens, heads, ratios, plant)
+            for number, work in enumerate(steps, 1):
+                session.step(work, last=number == len(steps), progress=progress, task=task)
+            outcomes += session.lines.values()
+    return sorted(outcomes, key=lambda line: line.ratio)
+
+
+def table_of(outcomes: list[Outcome]) -> Table:
+    """The report: one line per layer kind and format."""
+    table = Table(title="attention output against float64; bound: twice the error of the definition in rounded q, K rows and output")
+    for name in ("layer", "format", "path"):
+        table.add_column(name)
+    for name in ("tokens", "max error", "bound", "mean error", "bound", "worst row", "ms"):
+        table.add_column(name, justify="right")
+    for line in outcomes:
+        v = line.verdict
+        errors = [f"{x:.2e}" for x in (v.max_error, v.max_bound, v.mean_error, v.mean_bound)]
+        worst = f"{v.worst:.2f} of 1" if v.passed else f"[red]{v.worst:.2f} of 1[/red]"
+        table.add_row(line.kind, line.format.label, line.format.path, f"{v.rows:,}", *errors, worst, f"{line.seconds * 1e3:,.0f}")
+    return table
+
+
+@click.command(name="demo")
+@click.option("--tokens", type=click.IntRange(16), default=FULL_TOKENS, show_default=True, help="Tokens of the long prompt.")
+@click.option("--heads", type=click.IntRange(1, 128), default=64, show_default=True, help="Query heads of each layer.")
+@click.option("--layers", type=click.IntRange(1), default=3, show_default=True, help="Layers; their ratios cycle through 1, 4, 128.")
+@click.option("--plant", type=click.Choice(FAULTS), hidden=True, help="Plant one fault, which the judge has to find.")
+def main(tokens: int, heads: int, layers: int, plant: str | None) -> None:
+    """Run a DeepSeek-V4 attention layer end to end and compare every row with its definition in float64."""
+    if heads > 8 and heads % (heads // 8):
+        raise click.BadParameter(f"{heads} heads do not divide into {heads // 8} groups", param_hint="--heads")
+    console = Console()
+    begin = time.perf_counter()
+    outcomes = run(tokens, heads, layers, plant)
+    console.print(table_of(outcomes))
+    console.print(f"{tokens:,} tokens, {heads} heads, {layers} layers in {time.perf_counter() - begin:.0f} s")
+    failed = [f"{line.kind}, {line.format.label}" for line in outcomes if not line.verdict.passed]
+    if failed:
+        console.print(f"demo: FAILED ({'; '.join(failed)})")
+        sys.exit(1)
+    console.print("demo: ok")
