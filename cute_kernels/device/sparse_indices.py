@@ -13,6 +13,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.compaction import WARP, count_valid, fill, store_chunk
 from cute_kernels.device.memory import STREAM, base_address, load_vector
+from cute_kernels.device.pdl import begin
 from cute_kernels.device.slots import INT32_MAX, Divisor, Pool, resolve_rows, resolve_slots
 from cute_kernels.kv_format import WINDOW
 
@@ -108,8 +109,7 @@ class SparseIndices:
         chunks = IDS_PER_LANE // self.vector if warps == 1 else 1
         ids = cute.make_rmem_tensor(cute.make_layout((self.vector, chunks)), Int32)
 
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        begin(self.pdl)
         if row < outputs.window.shape[0]:
             columns = self.columns_of_ids(inputs, outputs, row)
             self.load_ids(inputs, row, share * (ids_per_warp(ids)), columns, lane, ids)
