@@ -148,11 +148,9 @@ def _compile(name: str, spec: KernelSpec, folder: Path) -> dict[str, Any]:
         "symbol": symbol(name),
         **info.row(),
         "versions": versions(),
-        "files": {p.name: store.checksum(p) for p in sorted(folder.iterdir())},
     }
-    (folder / store.MANIFEST).write_text(json.dumps(manifest, indent=1))
     log.info("compiled %s in %.1f s", spec, info.seconds)
-    return manifest
+    return store.write_manifest(folder, manifest)
 
 
 def _warn_once(about: Path, message: str, *arguments: object) -> None:

@@ -77,7 +77,11 @@ class Store:
             return None
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
-            ok = manifest["key"] == key and all(checksum(folder / name) == wanted for name, wanted in manifest["files"].items())
+            ok = (
+                manifest["key"] == key
+                and manifest.pop("seal") == _seal(manifest)
+                and all(checksum(folder / name) == wanted for name, wanted in manifest["files"].items())
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             ok = False
         if not ok:
@@ -196,6 +200,17 @@ def compiled_object(folder: Path, manifest: dict[str, Any]) -> CompiledObject:
     """The entry in `folder`, described by its manifest."""
     library = folder / LIBRARY if LIBRARY in manifest["files"] else None
     return CompiledObject(folder / build.OBJECT, library, folder / build.PTX, manifest["symbol"])
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Add the checksums of the files in `folder` to a manifest, seal it with its own, and write it beside them."""
+    manifest = {**manifest, "files": {p.name: checksum(p) for p in sorted(folder.iterdir())}}
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "seal": _seal(manifest)}, indent=1))
+    return manifest
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def checksum(path: Path) -> str:

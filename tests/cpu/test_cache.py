@@ -1,0 +1,235 @@
+"""The compile layer within one process: look-up order, damage, bounds, freezing, the executor seam, log lines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from cute_kernels import env
+from cute_kernels.compile import build, cache, freeze, loader, store
+from cute_kernels.errors import CompileError, MissingKernel
+from cute_kernels.target import Target
+from tests.scale.spec import ScaleSpec
+
+SPEC = ScaleSpec(Target("sm100", "sm_100a"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(env.CACHE_DIR.name, str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "stats", cache.Stats())
+    cache.clear_memory()
+    yield tmp_path / "cache"
+    cache.clear_memory()
+
+
+def entry(folder: Path) -> Path:
+    (found,) = (folder / "objects").iterdir()
+    return found
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, flip_a_bit, Path.unlink])
+def test_damaged_files_are_quarantined_and_built_again(folder: Path, damage: Callable[[Path], None]) -> None:
+    cache.ensure(SPEC)
+    names = sorted(p.name for p in entry(folder).iterdir())
+    assert names == ["kernel.cubin", "kernel.o", "kernel.ptx", "kernel.so", "manifest.json"]
+    for count, name in enumerate(names, 1):
+        damage(entry(folder) / name)
+        again = cache.ensure(SPEC)
+        assert cache.stats.compiled == 1 + count, f"{name} was damaged, and used"
+        assert len(list((folder / "quarantine").iterdir())) == count
+        assert again.object.parent == entry(folder)
+    assert cache.stats.from_disk == 0
+    cache.ensure(SPEC)
+    assert cache.stats.from_disk == 1
+
+
+def test_a_flipped_checksum_in_the_manifest_is_damage(folder: Path) -> None:
+    cache.ensure(SPEC)
+    path = entry(folder) / store.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["files"]["kernel.o"] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    cache.ensure(SPEC)
+    assert cache.stats.compiled == 2
+
+
+def test_manifest_of_an_entry(folder: Path) -> None:
+    _, manifest = cache.ensure_with_manifest(SPEC)
+    assert manifest["spec"] == SPEC.fields()
+    assert manifest["key"] == cache.key(SPEC) == entry(folder).name
+    assert 0 < manifest["registers"] <= 255 and manifest["spill_bytes"] == 0 and manifest["seconds"] > 0
+    assert manifest["cubin_bytes"] == (entry(folder) / build.CUBIN).stat().st_size
+    assert set(manifest["versions"]) == {"nvidia-cutlass-dsl", "apache-tvm-ffi"}
+
+
+def test_memory_serves_the_same_function(folder: Path) -> None:
+    first = cache.get(SPEC)
+    assert cache.get(dataclasses.replace(SPEC)) is first
+    assert (cache.stats.compiled, cache.stats.from_disk) == (1, 0)
+    cache.clear_memory()
+    assert cache.get(SPEC) is not first
+    assert (cache.stats.compiled, cache.stats.from_disk) == (1, 1)
+
+
+def test_one_log_line_per_compile_names_spec_target_and_seconds(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "cute_kernels"):
+        cache.ensure(SPEC)
+        cache.ensure(SPEC)
+    (line,) = [r.getMessage() for r in caplog.records if r.name == "cute_kernels"]
+    assert str(SPEC) in line and "sm100:sm_100a" in line and line.endswith(" s")
+
+
+def test_warm_up_loads_every_spec(folder: Path) -> None:
+    specs = [dataclasses.replace(SPEC, factor=f) for f in (2, 3)]
+    seen: list[object] = []
+    assert cache.warm_up(specs, progress=seen.append) == 2
+    assert seen == specs
+    with freeze.frozen():
+        assert all(callable(cache.get(s)) for s in specs)
+
+
+@pytest.mark.parametrize("how", ["call", "variable"])
+def test_frozen_cache_refuses_to_compile(folder: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "call":
+        freeze.freeze()
+    else:
+        monkeypatch.setenv(env.FREEZE.name, "1")
+    try:
+        with pytest.raises(MissingKernel, match="frozen") as caught:
+            cache.get(SPEC)
+    finally:
+        freeze.unfreeze()
+    assert str(SPEC) in str(caught.value)
+    assert "python -m cute_kernels compile --arch" in caught.value.hint
+    monkeypatch.delenv(env.FREEZE.name, raising=False)
+    cache.get(SPEC)
+    assert cache.stats.compiled == 1
+
+
+def test_the_warm_up_command_of_the_hint_parses(folder: Path) -> None:
+    with freeze.frozen(), pytest.raises(MissingKernel) as caught:
+        cache.get(ScaleSpec(Target("sm120", "sm_90a")))
+    arch = caught.value.hint.split("--arch ")[1].split()[0]
+    assert Target.named(arch) == Target("sm120", "sm_90a")
+
+
+def test_frozen_cache_still_reads_the_disk(folder: Path) -> None:
+    cache.ensure(SPEC)
+    with freeze.frozen():
+        cache.get(SPEC)
+    assert (cache.stats.compiled, cache.stats.from_disk) == (1, 1)
+
+
+def test_a_missing_kernel_during_graph_capture_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(MissingKernel, match="CUDA graph is being captured"):
+        cache.get(SPEC)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    ready = cache.get(SPEC)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert cache.get(SPEC) is ready
+
+
+def test_the_executor_seam_gets_object_ptx_and_spec(folder: Path) -> None:
+    calls: list[tuple[loader.CompiledObject, object]] = []
+
+    def recorder(compiled: loader.CompiledObject, spec: object) -> Callable[..., str]:
+        calls.append((compiled, spec))
+        return lambda *arguments: f"ran with {arguments}"
+
+    with loader.use_executor(recorder):
+        assert cache.get(SPEC)(1, 2) == "ran with (1, 2)"
+        cache.get(SPEC)
+    ((compiled, spec),) = calls
+    assert spec == SPEC
+    assert ".target sm_100a" in compiled.ptx.read_text()
+    assert f"__tvm_ffi_{compiled.symbol}".encode() in compiled.object.read_bytes()
+    assert cache.get(SPEC) is not calls, "the default executor is back"
+    assert type(cache.get(SPEC)).__module__.startswith("tvm_ffi")
+
+
+def test_a_kernel_that_does_not_trace_is_a_compile_error_and_leaves_no_entry(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tests.scale.kernel as kernel
+
+    def broken(spec: object) -> tuple[object, tuple[object, ...]]:
+        raise TypeError("no such layout")
+
+    monkeypatch.setattr(kernel, "trace", broken)
+    with pytest.raises(CompileError, match="no such layout") as caught:
+        cache.ensure(SPEC)
+    assert str(SPEC) in str(caught.value)
+    assert not list((folder / "objects").iterdir()) and not list((folder / "tmp").iterdir())
+    monkeypatch.undo()
+
+
+def fill(disk: store.Store, key: str, size: int, used: float) -> None:
+    staged = disk.stage()
+    (staged / "kernel.o").write_bytes(bytes(size))
+    disk.publish(key, staged)
+    os.utime(disk.objects / key, (used, used))
+
+
+def test_the_size_bound_removes_the_least_recently_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.CACHE_MAX_MB.name, "0.003")
+    disk = store.Store(tmp_path / "cache")
+    assert disk.writable()
+    for used, key in enumerate(("a", "b", "c"), 1000):
+        fill(disk, key, 1000, used)
+    os.utime(disk.objects / "a", (2000, 2000))
+    fill(disk, "d", 1000, 3000)
+    assert {p.name for p in disk.objects.iterdir()} == {"a", "c", "d"}
+    fill(disk, "huge", 5000, 4000)
+    assert {p.name for p in disk.objects.iterdir()} == {"huge"}, "the newest stays even when it alone exceeds the bound"
+    assert not list(disk.tmp.iterdir())
+
+
+def test_gc_and_clear(tmp_path: Path) -> None:
+    disk = store.Store(tmp_path / "cache")
+    assert disk.usage() == store.Usage(0, 0, 0)
+    assert disk.writable()
+    fill(disk, "old", 10, 0)
+    fill(disk, "new", 10, store.time.time())
+    (disk.quarantine / "bad").mkdir()
+    assert disk.usage() == store.Usage(2, 20, 1)
+    assert disk.gc(max_age_days=30) == 1
+    assert disk.usage() == store.Usage(1, 10, 0)
+    assert disk.clear() == 1
+    assert disk.usage() == store.Usage(0, 0, 0)
+
+
+def test_publishing_twice_keeps_the_first(tmp_path: Path) -> None:
+    disk = store.Store(tmp_path / "cache")
+    assert disk.writable()
+    fill(disk, "k", 10, 1000)
+    fill(disk, "k", 20, 1000)
+    assert (disk.objects / "k" / "kernel.o").stat().st_size == 10
+    assert not list(disk.tmp.iterdir())
+
+
+def test_the_default_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(env.CACHE_DIR.name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store.default_root() == tmp_path / "cute_kernels"
