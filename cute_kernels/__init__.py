@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cute_kernels.compile.freeze import freeze as freeze
+    from cute_kernels.dispatch import Support as Support
     from cute_kernels.dispatch import Workspace as Workspace
     from cute_kernels.dispatch import allocate_workspace as allocate_workspace
     from cute_kernels.dispatch import pad_q_heads as pad_q_heads
     from cute_kernels.dispatch import pad_sinks as pad_sinks
+    from cute_kernels.dispatch import supports as supports
     from cute_kernels.errors import CompileError as CompileError
     from cute_kernels.errors import CuteKernelsError as CuteKernelsError
     from cute_kernels.errors import InvalidArgument as InvalidArgument
@@ -64,6 +66,8 @@ _HOME = {
     "SparseMLA": "layer",
     "StepMetadata": "step",
     "StepTables": "layer",
+    "Support": "dispatch",
+    "supports": "dispatch",
     "Target": "target",
     "UnsupportedRequest": "errors",
     "Workspace": "dispatch",

@@ -10,7 +10,7 @@ import torch
 from cute_kernels import env, flashinfer_backend, validate
 from cute_kernels.errors import InvalidArgument, UnsupportedRequest
 from cute_kernels.indices import CombinedIndices, Indices
-from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, format_of, formats_of
+from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, format_of, formats_of, resolve_format
 from cute_kernels.step import StepMetadata
 from cute_kernels.target import Target
 
@@ -41,8 +41,10 @@ def resolve_target(device: torch.device, target: Target | str | None = None) -> 
     explicit = named_target(target)
     if device.type == "cpu":
         return explicit
-    if device.type != "cuda":
-        raise UnsupportedRequest(f"device {device}", device=device, supported="cpu, cuda", nearest="move the tensors to one of these")
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise UnsupportedRequest(
+            f"device {device}", device="this machine", supported="cpu, and cuda where torch finds a GPU", nearest="run on one of these"
+        )
     index = torch.cuda.current_device() if device.index is None else device.index
     if explicit is None:
         found = _device_target(index)
@@ -189,7 +191,7 @@ def _workspace(device: torch.device, workspace_bytes: int, counter_bytes: int) -
     found = _workspaces.get(key)
     if found is not None and found.workspace.numel() >= workspace_bytes and found.counters.numel() >= counter_bytes:
         return found
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _capturing(device):
         raise UnsupportedRequest(
             "allocating decode's workspace",
             device=f"{device}, stream {key[1]:#x}, while a CUDA graph is being captured",
@@ -205,6 +207,79 @@ def _workspace(device: torch.device, workspace_bytes: int, counter_bytes: int) -
     )
     _workspaces[key] = made
     return made
+
+
+# Capabilities ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Support:
+    """The answer of `supports`; true in a condition iff the request is served.
+
+    reason        why not, with the way out; empty where it is served
+    path          what decode runs on: "flashinfer trtllm-gen", "flashinfer sparse" or "reference"
+    kv_format     row format of the caches; padded_heads: heads of q and out buffers
+    index_form    form of the index tables: "combined" or "segments"
+    """
+
+    reason: str = ""
+    path: str = ""
+    kv_format: str = ""
+    padded_heads: int = 0
+    index_form: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
+
+
+def supports(
+    where: torch.device | Target | str,
+    *,
+    kv_cache_dtype: str = "auto",
+    num_heads: int = 64,
+    ratio: int = 4,
+    head_dim: int = HEAD_DIM,
+    window: int = WINDOW,
+    vision_spans: bool = False,
+    rope_quant: bool = False,
+) -> Support:
+    """Whether a layer is served on a device ("cuda", torch.device("cpu"), ...) or for a target ("sm100", Target(...)), and how.
+
+    Launches nothing, compiles nothing, downloads nothing. Arguments as those of `LayerSpec`; rope_quant asks for FlashInfer's
+    RopeQuant epilogue. A request of the wrong type or out of range is an `InvalidArgument`; one that is not served, an answer.
+    """
+    validate.one_of("ratio", ratio, (1, 4, 128))
+    try:
+        device_name = isinstance(where, str) and where.partition(":")[0] in ("cpu", "cuda")
+        device = torch.device(where) if device_name else where  # type: ignore[arg-type]
+        target = resolve_target(device) if isinstance(device, torch.device) else named_target(device)
+        require_model(head_dim=head_dim, window=window, vision_spans=vision_spans, device=where)
+        fmt = resolve_format(kv_cache_dtype, "sm100" if target is None else target.family)
+        padded = pad_q_heads(num_heads)
+        path = _decode_path(target)
+        if rope_quant:
+            _require_rope_quant(torch.float8_e4m3fn if fmt.scaled else torch.bfloat16, padded, target, path.partition(" ")[0], where)
+    except UnsupportedRequest as refusal:
+        return Support(reason=str(refusal))
+    return Support("", path, fmt.name, padded, "combined" if combined_form(target) else "segments")
+
+
+def _decode_path(target: Target | None) -> str:
+    if target is None:
+        return "reference"
+    if target.gpu_arch == "sm_90a":
+        raise _no_decode_on_sm90(target)
+    flashinfer_backend.load()
+    return "flashinfer trtllm-gen" if target.family == "sm100" else "flashinfer sparse"
+
+
+def _no_decode_on_sm90(target: Target) -> UnsupportedRequest:
+    return UnsupportedRequest(
+        "decode through FlashInfer",
+        device=target,
+        supported="devices of capability 10.0, 10.3, 12.0, 12.1",
+        nearest='pass backend="reference" to decode',
+    )
 
 
 # Decode ----------------------------------------------------------------------------------------------------------------
@@ -238,14 +313,17 @@ def decode(
     num_heads = heads if num_heads is None else num_heads
     resolved = named_target(target) if backend == "reference" else resolve_target(device, target)
     _require_family(indices, format_of(swa_cache, "swa_cache"), resolved)
+    use_reference = backend == "reference" or (backend == "auto" and device.type == "cpu")
     if rope_cos_sin is not None:
-        _require_rope_quant(q, resolved, backend)
+        _require_rope_quant(q.dtype, heads, resolved, "reference" if use_reference else "flashinfer", device)
     if env.VALIDATE.flag():
         validate.decode_values(step, indices)
-    if backend == "reference" or (backend == "auto" and device.type == "cpu"):
+    if use_reference:
         return _reference_decode(a, num_heads)
     if resolved is None:
         raise InvalidArgument("target", None, "a Target, which CPU tensors need to take the FlashInfer path")
+    if resolved.gpu_arch == "sm_90a":
+        raise _no_decode_on_sm90(resolved)
     adapter = flashinfer_backend.load()
     adapter.require_device(device, resolved)
 
@@ -326,11 +404,12 @@ def _require_family(indices: Indices, fmt: KVFormat, target: Target | None) -> N
         raise InvalidArgument("swa_cache", f"{fmt.name} rows", f"{names} with {type(indices).__name__}")
 
 
-def _require_rope_quant(q: torch.Tensor, target: Target | None, backend: str) -> None:
-    if backend == "reference" or q.dtype != torch.float8_e4m3fn or q.shape[1] != 128 or target is None or target.family != "sm100":
+def _require_rope_quant(q_dtype: torch.dtype, heads: int, target: Target | None, path: str, device: object) -> None:
+    served = path == "flashinfer" and q_dtype == torch.float8_e4m3fn and heads == 128 and target is not None and target.family == "sm100"
+    if not served or not flashinfer_backend.load().capabilities.rope_quant:
         raise UnsupportedRequest(
             "RopeQuant (rope_cos_sin)",
-            device=f"{q.device} with {q.dtype} q, {q.shape[1]} heads, backend={backend!r}, target {target}",
+            device=f"{device} with {q_dtype} q, {heads} heads, target {target}",
             supported="the SM100 family through FlashInfer, FP8 q and caches, 128 heads",
             nearest="leave rope_cos_sin out and quantise the output yourself",
         )

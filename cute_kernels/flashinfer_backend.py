@@ -118,7 +118,7 @@ class FlashInfer:
             seen: Any = utils.get_compute_capability(device)
         except ValueError:
             seen = None
-        if seen is None or tuple(seen) not in target.capabilities or target.gpu_arch == "sm_90a":
+        if seen is None or tuple(seen) not in target.capabilities:
             raise UnsupportedRequest(
                 f"decode through FlashInfer for {target}",
                 device=device if seen is None else f"{device} (compute capability {seen[0]}.{seen[1]})",

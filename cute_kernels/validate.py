@@ -135,7 +135,7 @@ def _check_tensor(arg: Arg, value: torch.Tensor, sizes: dict[str, int], device: 
         raise InvalidArgument(name, f"strides {list(value.stride())}", f"{list(_dense_strides(value))}, contiguous")
     elif arg.layout is Layout.ROWS:
         _check_rows(name, value)
-    if arg.vector and alignment(value) < ALIGNMENT:
+    if arg.vector and value.numel() and alignment(value) < ALIGNMENT:
         raise InvalidArgument(
             name,
             f"address {value.data_ptr():#x}, strides of {[s * value.element_size() for s in value.stride()[:-1]]} bytes",
