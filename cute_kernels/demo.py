@@ -11,15 +11,19 @@ import dataclasses
 import importlib.util
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import click
 import torch
+from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from torch import Tensor
 
 from cute_kernels import demo_judge as judge
 from cute_kernels.target import Target
@@ -117,96 +121,118 @@ def load_example() -> ModuleType:
 
 
 class Run:
-    """The layers of one format with their engine, their judges, and the lines of the table that they fill."""
+    """The layers in one format: with their caches, their judges, and the lines of the table that they fill."""
 
-    def __init__(self, fmt: Format, tokens: int, heads: int, ratios: list[int], plant: str | None) -> None:
-        example = load_example()
-        # Scaled so that every size chooses as at full size: 512 of 650.
-        topk = min(FULL_TOPK, max(4, tokens * FULL_TOPK // FULL_TOKENS // 4 * 4))
-        config = dataclasses.replace(example.V4_FLASH, num_heads=heads, o_groups=max(1, heads // 8), index_topk=topk)
-        kinds = {1: "window only", 4: f"ratio 4, best {topk}", 128: "ratio 128, all"}
-        positions = 64 + max(sum(work.query_lens[request] for work in schedule(tokens)) for request in (0, 1))
-        scales = {"q_scale": fmt.q_scale, "kv_scale": fmt.kv_scale}
-
-        self.hidden_size, self.device, self.plant = config.hidden_size, fmt.device, plant
-        self.engine = example.Engine(
+    def __init__(self, fmt: Format, layers: Sequence[Any], weights: Sequence[judge.Weights], tokens: int) -> None:
+        config = layers[0].config
+        self.format, self.hidden_size = fmt, config.hidden_size
+        self.layers = [layer.to(fmt.device) for layer in layers]
+        self.engine = load_example().Engine(
             config,
-            ratios,
+            [layer.ratio for layer in layers],
             fmt.target,
-            kv_cache_dtype=fmt.kv_cache_dtype,
             max_requests=2,
-            max_tokens=positions,
+            max_tokens=layers[0].max_positions,
+            max_batch_tokens=max(sum(work.query_lens.values()) for work in schedule(tokens)),
             draft_tokens=DRAFT_TOKENS,
+            kv_cache_dtype=fmt.kv_cache_dtype,
+            q_scale=fmt.q_scale,
+            kv_scale=fmt.kv_scale,
             device=fmt.device,
         )
-        self.layers = [example.DeepseekV4Attention(config, r, fmt.target, max_positions=positions, **scales).to(fmt.device) for r in ratios]
-        self.lines = {ratio: Outcome(ratio, kinds[ratio], fmt, judge.Verdict()) for ratio in ratios}
-        self.judges = []
-        for layer in self.layers:
-            compressor = (layer.ape, layer.compressor_norm.weight) if layer.ratio != 1 else None
-            self.judges.append(judge.LayerJudge(layer.ratio, fmt.rounding, self.lines[layer.ratio].verdict, layer.sinks, compressor))
-            if plant == "wrong-rope":  # the first decode row of request 0 is rotated as if it stood elsewhere
-                layer.cos_sin[tokens] = layer.cos_sin[tokens // 2]
-            if plant == "dropped-sink":
-                layer.sinks[heads // 2] = -torch.inf
+        self.engine.attach(self.layers)
+        kinds = {1: "window only", 4: f"ratio 4, best {config.index_topk}", 128: "ratio 128, all"}
+        self.lines = {layer.ratio: Outcome(layer.ratio, kinds[layer.ratio], fmt, judge.Verdict()) for layer in layers}
+        self.judges = [
+            judge.LayerJudge(layer.ratio, fmt.rounding, own, self.lines[layer.ratio].verdict)
+            for layer, own in zip(layers, weights, strict=True)
+        ]
 
-    def step(self, work: Work, *, last: bool, progress: Progress, task: TaskID) -> None:
+    def step(self, work: Work, hidden: Tensor, *, wrong_page: bool, tick: Callable[[str], None]) -> None:
+        """Appends `work`'s tokens in every layer and judges their rows. `hidden` bf16 [T, hidden size]."""
         batch = self.engine.step(work.query_lens)
-        if self.plant == "wrong-page" and last:  # the first request's window reads another page where its last full one should be
-            table, page = batch.window.block_table, (int(batch.step.seq_lens[0]) - 1) // 64 - 1
+        if wrong_page:  # the first request's last full window page becomes one of the other request's
+            table, page = batch.tables[1].window_block_table, int(batch.step.positions[0]) // 64 - 1
             table[0, page] = table[1, 0]
-        hidden = torch.randn(batch.step.num_tokens, self.hidden_size, dtype=torch.bfloat16).to(self.device)
-        for layer, cache, layer_judge in zip(self.layers, self.engine.caches, self.judges, strict=True):
+        for layer, layer_judge in zip(self.layers, self.judges, strict=True):
             line = self.lines[layer.ratio]
-            progress.update(task, description=f"{line.format.label}, {line.kind}")
+            tick(f"{line.format.label}, {line.kind}")
             begin = self._clock()
-            projected = layer.project(hidden, batch, cache)
-            attention = layer.attend(projected, batch, cache)
+            projected = layer.project(hidden, batch)
+            attention = layer.attend(projected, batch)
             layer.output(attention, batch)
             line.seconds += (self._clock() - begin) / sum(other.ratio == layer.ratio for other in self.layers)
             for request, rows in batch.rows():
                 optional = (None if x is None else x[rows] for x in (projected.kv_score, projected.ids))
                 layer_judge.step(request, projected.q[rows], projected.kv[rows], *optional, attention[rows])
                 layer_judge.reject(request, work.rejected.get(request, 0))
-            progress.advance(task)
         for request, count in work.rejected.items():
             self.engine.reject(request, count)
 
     def _clock(self) -> float:
-        if self.device != "cpu":
+        if self.format.device != "cpu":
             torch.cuda.synchronize()
         return time.perf_counter()
 
 
 def run(tokens: int, heads: int, layers: int, plant: str | None = None, console: Console | None = None) -> list[Outcome]:
     """Runs `layers` layers in every format through `schedule(tokens)`; every row is judged. `plant`: one of `FAULTS`, or None."""
-    ratios = [RATIOS[i % len(RATIOS)] for i in range(layers)]
-    steps = schedule(tokens)
+    example, steps = load_example(), schedule(tokens)
+    # Scaled so that every size chooses as at full size: 512 of 650.
+    topk = min(FULL_TOPK, max(4, tokens * FULL_TOPK // FULL_TOKENS // 4 * 4))
+    config = dataclasses.replace(example.V4_FLASH, num_heads=heads, o_groups=max(1, heads // 8), index_topk=topk)
+    positions = max(sum(work.query_lens[request] for work in steps) for request in (0, 1))
     outcomes: list[Outcome] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console or Console(stderr=True), transient=True) as progress, torch.random.fork_rng():
-        task = progress.add_task("", total=len(formats()) * len(steps) * layers)
+    columns = (TextColumn("{task.description:<32}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with torch.random.fork_rng(devices=[]), Progress(*columns, console=console or Console(stderr=True), transient=True) as progress:
+        torch.manual_seed(0)
+        task = progress.add_task("random weights", total=len(formats()) * len(steps) * layers)
+        modules = [example.DeepseekV4Attention(config, RATIOS[i % len(RATIOS)], max_positions=positions) for i in range(layers)]
+        weights = [judge.Weights.of(layer) for layer in modules]
+        for layer in modules:
+            if plant == "wrong-rope":  # the first row that request 0 decodes is rotated as if it stood elsewhere
+                layer.cos_sin[tokens] = layer.cos_sin[tokens // 2]
+            if plant == "dropped-sink":
+                layer.sinks[heads // 2] = -torch.inf
+        hidden = [torch.randn(sum(work.query_lens.values()), config.hidden_size, dtype=torch.bfloat16) for work in steps]
         for fmt in formats():
-            torch.manual_seed(0)
-            session = Run(fmt, tokens, heads, ratios, plant)
-            for number, work in enumerate(steps, 1):
-                session.step(work, last=number == len(steps), progress=progress, task=task)
+            session = Run(fmt, modules, weights, tokens)
+            for work, rows in zip(steps, hidden, strict=True):
+                session.step(
+                    work,
+                    rows.to(fmt.device),
+                    wrong_page=plant == "wrong-page" and work is steps[-1],
+                    tick=lambda text: progress.update(task, advance=1, description=text),
+                )
             outcomes += session.lines.values()
     return sorted(outcomes, key=lambda line: line.ratio)
 
 
 def table_of(outcomes: list[Outcome]) -> Table:
     """The report: one line per layer kind and format."""
-    table = Table(title="attention output against float64; bound: twice the error of the definition in rounded q, K rows and output")
+    table = Table(
+        title="attention output against its definition in float64",
+        caption="bound: twice the error of the definition itself with q, K rows and output rounded to the format; "
+        "each row has to keep it, in its maximum and its mean",
+        box=box.SIMPLE_HEAD,
+    )
     for name in ("layer", "format", "path"):
-        table.add_column(name)
-    for name in ("tokens", "max error", "bound", "mean error", "bound", "worst row", "ms"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    for name in ("tokens", "max error (bound)", "mean error (bound)", "worst row / bound", "ms"):
+        table.add_column(name, justify="right", no_wrap=True)
     for line in outcomes:
         v = line.verdict
-        errors = [f"{x:.2e}" for x in (v.max_error, v.max_bound, v.mean_error, v.mean_bound)]
-        worst = f"{v.worst:.2f} of 1" if v.passed else f"[red]{v.worst:.2f} of 1[/red]"
-        table.add_row(line.kind, line.format.label, line.format.path, f"{v.rows:,}", *errors, worst, f"{line.seconds * 1e3:,.0f}")
+        table.add_row(
+            line.kind,
+            line.format.label,
+            line.format.path,
+            f"{v.rows:,}",
+            f"{v.max_error:.1e} ({v.max_bound:.1e})",
+            f"{v.mean_error:.1e} ({v.mean_bound:.1e})",
+            f"{v.worst:.2f}",
+            f"{line.seconds * 1e3:,.0f}",
+            style=None if v.passed else "red",
+        )
     return table
 
 
@@ -220,6 +246,8 @@ def main(tokens: int, heads: int, layers: int, plant: str | None) -> None:
     if heads > 8 and heads % (heads // 8):
         raise click.BadParameter(f"{heads} heads do not divide into {heads // 8} groups", param_hint="--heads")
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=132)
     begin = time.perf_counter()
     outcomes = run(tokens, heads, layers, plant)
     console.print(table_of(outcomes))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,16 +180,26 @@ class Verdict:
         self.worst = max(self.worst, float(share.max()))
 
 
+@dataclass(frozen=True)
+class Weights:
+    """What a layer's attention has besides its inputs: sinks [heads], and the compressor's ape [ratio, W] and norm [512]; float64."""
+
+    sinks: Tensor
+    ape: Tensor | None
+    norm: Tensor | None
+
+    @staticmethod
+    def of(layer: Any) -> Weights:
+        """A copy of the example layer's."""
+        compressor = (layer.ape, layer.compressor_norm.weight) if layer.ratio != 1 else (None, None)
+        return Weights(*(None if x is None else x.detach().cpu().double().clone() for x in (layer.sinks, *compressor)))
+
+
 class LayerJudge:
-    """Judges every row that one layer computes in one format. Keeps the rows of each request in sequence order.
+    """Judges every row that one layer computes in one format. Keeps the rows of each request in sequence order."""
 
-    sinks fp32 [heads]; compressor: ape fp32 [ratio, W] and norm weight [512], or None on a window-only layer
-    """
-
-    def __init__(self, ratio: int, rounding: Rounding, verdict: Verdict, sinks: Tensor, compressor: tuple[Tensor, Tensor] | None) -> None:
-        self.ratio, self.rounding, self.verdict = ratio, rounding, verdict
-        self.sinks = sinks.detach().cpu().double()
-        self.compressor = compressor and tuple(x.detach().cpu().double() for x in compressor)
+    def __init__(self, ratio: int, rounding: Rounding, weights: Weights, verdict: Verdict) -> None:
+        self.ratio, self.rounding, self.weights, self.verdict = ratio, rounding, weights, verdict
         self._kv: dict[int, Tensor] = {}
         self._kv_score: dict[int, Tensor] = {}
 
@@ -203,10 +214,10 @@ class LayerJudge:
         position = torch.arange(len(kv) - len(q), len(kv))
         window = rotate(kv, torch.arange(len(kv)), self.ratio)
         compressed = window[:0]
-        if kv_score is not None and self.compressor is not None:
+        if kv_score is not None and self.weights.ape is not None and self.weights.norm is not None:
             kv_score = kv_score.cpu().double()
             self._kv_score[request] = kv_score = torch.cat([self._kv_score.get(request, kv_score[:0]), kv_score])
-            compressed = pool(kv_score, *self.compressor, self.ratio)
+            compressed = pool(kv_score, self.weights.ape, self.weights.norm, self.ratio)
         q = rotate(normalise(q), position, self.ratio)
 
         how = self.rounding
@@ -220,8 +231,10 @@ class LayerJudge:
             if ids is not None:
                 chosen = (ids[some].cpu()[:, :, None] == group).any(1)
             visible = torch.cat([visible, chosen], 1)
-            truth = attend(q[some], torch.cat([window[near], compressed]), visible, self.sinks)
-            rounded = how.output(attend(q_rounded[some], torch.cat([window_rounded[near], compressed_rounded]), visible, self.sinks))
+            truth = attend(q[some], torch.cat([window[near], compressed]), visible, self.weights.sinks)
+            rounded = how.output(
+                attend(q_rounded[some], torch.cat([window_rounded[near], compressed_rounded]), visible, self.weights.sinks)
+            )
             self.verdict.add(result[some] - truth, rounded - truth)
 
     def reject(self, request: int, tokens: int) -> None:

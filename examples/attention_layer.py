@@ -1,15 +1,16 @@
 """One attention layer of DeepSeek-V4 as a model would write it on top of `cute_kernels`.
 
-`DeepseekV4Attention` holds the layer's own projections (random weights, the sizes of V4-Flash and V4-Pro) and hands what lies
-between them to the library: norm and rotation of q, the caches, the compressor, the index tables, the attention.
-`Engine` is the least an inference engine brings along: pages in random order, block tables, slot mappings, and the batch
-of a step, whose requests may prefill, prefill a chunk, decode, or verify speculative tokens.
+`DeepseekV4Attention` holds the layer's own projections (random weights, the sizes of V4-Flash and V4-Pro) and a `SparseMLA`,
+which does what lies between them: norm and rotation of q, the caches, the compressor, the index tables, the attention.
+`Engine` is the least an inference engine brings along: pages in random order, block tables, and the batch of a step, whose
+requests may prefill, prefill a chunk, decode, or verify speculative tokens.
 
-    engine = Engine(V4_FLASH, [1, 4, 128], max_requests=2, max_tokens=4096, target=Target.named("sm100"), kv_cache_dtype="bfloat16")
-    layers = [DeepseekV4Attention(V4_FLASH, ratio, engine.target, max_positions=4096) for ratio in engine.ratios]
-    batch = engine.step({0: 1, 1: 512})  # request 0 decodes one token, request 1 prefills 512
-    for layer, cache in zip(layers, engine.caches):
-        hidden = hidden + layer(hidden, batch, cache)
+    engine = Engine(V4_FLASH, [1, 4, 128], Target.named("sm100"), max_requests=2, max_tokens=4096, max_batch_tokens=2048)
+    layers = [DeepseekV4Attention(V4_FLASH, ratio, max_positions=4096) for ratio in (1, 4, 128)]
+    engine.attach(layers)
+    batch = engine.step({0: 1, 1: 512})  # request 0 appends one token, request 1 prefills 512
+    for layer in layers:
+        hidden = hidden + layer(hidden, batch)
 
 The indexer is simplified, since it only supplies ids: the real one pools each group's tokens with a compressor of its own,
 rotates and quantises; here the index key of a group is projected from the token that closes it.
@@ -18,20 +19,16 @@ rotates and quantises; here the index key of a group is projected from the token
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cute_kernels import reference
-from cute_kernels.indices import IdSource
-from cute_kernels.kv_format import PoolGeometry, resolve_format
-from cute_kernels.reference.rope import cos_sin_table
-from cute_kernels.save_policy import SavePolicy
-from cute_kernels.step import StepMetadata, slot_mapping
-from cute_kernels.target import Target
+from cute_kernels import LayerSpec, SavePolicy, SparseMLA, StepMetadata, StepTables, Target
+from cute_kernels.kv_format import resolve_format
+from cute_kernels.reference import cos_sin_table
 
 HEAD_DIM, ROPE_DIM = 512, 64
 
@@ -86,23 +83,12 @@ class PagePool:
 
 
 @dataclass
-class Paged:
-    """What a step knows of one pool: int32 block table [R, n] of the step's requests, int64 slot [T] of each row (-1: none)."""
-
-    block_table: Tensor
-    slots: Tensor
-
-
-@dataclass
 class Batch:
-    """One step: its rows, and what each pool knows of them. Shared by all layers."""
+    """One step: its requests in row order, its rows, and by ratio what the layers' pools know of them."""
 
-    requests: list[int]  # the engine's request numbers, in row order
+    requests: list[int]
     step: StepMetadata
-    window: Paged
-    compressed: dict[int, Paged]  # by ratio
-    state: dict[int, Paged]  # by ratio
-    save: SavePolicy
+    tables: dict[int, StepTables]
 
     def rows(self) -> Iterator[tuple[int, slice]]:
         """Each request with its rows."""
@@ -116,7 +102,7 @@ class LayerCache:
 
     window      [pages, 64, row] uncompressed KV rows
     compressed  [pages, 256 / ratio, row] compressed KV rows, or None
-    state       fp32 [blocks, 4 or 8, 2W] the compressor's open windows, or None
+    state       fp32 [blocks, 4 or 8, 2W] rows of the compressor's open windows, or None
     index_keys  bf16 [compressed slots, 128] the indexer's keys (ratio 4), or None
     """
 
@@ -127,83 +113,100 @@ class LayerCache:
 
 
 class Engine:
-    """Requests, their pages and their steps. All lengths are in tokens."""
+    """Requests with their pages, and the steps they take together. All lengths are in tokens.
+
+    max_requests      requests at a time, numbered from 0
+    max_tokens        longest request
+    max_batch_tokens  most rows of a step
+    draft_tokens      speculative tokens of a verify step; a request that appends up to 1 + draft_tokens tokens decodes
+    kv_cache_dtype, q_scale, kv_scale   as for `LayerSpec`
+    """
 
     def __init__(
         self,
         config: V4Config,
-        ratios: list[int],
+        ratios: Sequence[int],
         target: Target,
         *,
-        kv_cache_dtype: str = "auto",
         max_requests: int,
         max_tokens: int,
+        max_batch_tokens: int,
         draft_tokens: int = 0,
+        kv_cache_dtype: str = "auto",
+        q_scale: float = 1.0,
+        kv_scale: float = 1.0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.ratios, self.target, self.device, self.draft_tokens = ratios, target, device, draft_tokens
+        self.target, self.device, self.draft_tokens = target, device, draft_tokens
+        self.kv_cache_dtype, self.q_scale, self.kv_scale = kv_cache_dtype, q_scale, kv_scale
         self.lengths = [0] * max_requests
+        self.metadata = StepMetadata(max_requests, max_batch_tokens, device, decode_query_len=1 + draft_tokens)
+        self.ratios = sorted(set(ratios))
         self.window_pool = PagePool(max_requests, max_tokens, 64)
-        compressing = sorted(set(ratios) - {1})
-        self.compressed_pools = {r: PagePool(max_requests, max_tokens, 256 // r, r) for r in compressing}
-        self.state_pools = {r: PagePool(max_requests, max_tokens, 4 if r == 4 else 8) for r in compressing}
+        self.compressed_pools = {r: PagePool(max_requests, max_tokens, 256 // r, r) for r in self.ratios if r != 1}
+        self.state_pools = {r: PagePool(max_requests, max_tokens, 4 if r == 4 else 8) for r in self.ratios if r != 1}
+        self.caches = [self._cache(config, ratio) for ratio in ratios]
 
-        kv_format = resolve_format(kv_cache_dtype, target.family)
+    def _cache(self, config: V4Config, ratio: int) -> LayerCache:
+        kv_format = resolve_format(self.kv_cache_dtype, self.target.family)
 
-        def rows(pool: PagePool) -> Tensor:
-            return torch.zeros(pool.pages, pool.page_rows, kv_format.row_elements, dtype=kv_format.dtype, device=device)
+        def kv_rows(pool: PagePool) -> Tensor:
+            return torch.zeros(pool.pages, pool.page_rows, kv_format.row_elements, dtype=kv_format.dtype, device=self.device)
 
-        self.caches = []
-        for ratio in ratios:
-            cache = LayerCache(window=rows(self.window_pool))
-            if ratio != 1:
-                state, width = self.state_pools[ratio], 2048 if ratio == 4 else 1024
-                cache.compressed = rows(self.compressed_pools[ratio])
-                cache.state = torch.zeros(state.pages, state.page_rows, width, device=device)
-            if ratio == 4:
-                slots = self.compressed_pools[4].pages * 64
-                cache.index_keys = torch.zeros(slots, config.index_dim, dtype=torch.bfloat16, device=device)
-            self.caches.append(cache)
+        cache = LayerCache(kv_rows(self.window_pool))
+        if ratio != 1:
+            cache.compressed = kv_rows(self.compressed_pools[ratio])
+            state = self.state_pools[ratio]
+            cache.state = torch.zeros(state.pages, state.page_rows, 2 * state_width(ratio), device=self.device)
+        if ratio == 4:
+            slots = self.compressed_pools[4].pages * self.compressed_pools[4].page_rows
+            cache.index_keys = torch.zeros(slots, config.index_dim, dtype=torch.bfloat16, device=self.device)
+        return cache
 
-    @property
-    def pools(self) -> list[PagePool]:
-        return [self.window_pool, *self.compressed_pools.values(), *self.state_pools.values()]
+    def attach(self, layers: Sequence[DeepseekV4Attention]) -> None:
+        """Gives each layer its cache, and loads or compiles the kernels it can need."""
+        for layer, cache in zip(layers, self.caches, strict=True):
+            layer.attach(cache, self)
 
     def step(self, query_lens: dict[int, int]) -> Batch:
-        """The batch in which each request r appends `query_lens[r]` tokens. Requests with few tokens go first: they decode."""
+        """The batch in which each request r appends `query_lens[r]` tokens. Those that decode go first."""
         requests = sorted(query_lens, key=lambda r: query_lens[r] > 1 + self.draft_tokens)
         for request in requests:
             self.lengths[request] += query_lens[request]
-            for pool in self.pools:
+            for pool in self._pools():
                 pool.reserve(request, self.lengths[request])
-        step = StepMetadata.of(
-            [query_lens[r] for r in requests],
-            [self.lengths[r] for r in requests],
-            self.device,
-            decode_query_len=1 + self.draft_tokens,
-        )
+        step = self.metadata.update([query_lens[r] for r in requests], [self.lengths[r] for r in requests])
 
-        def paged(pool: PagePool) -> Paged:
-            table = pool.table[requests].to(self.device)
-            return Paged(table, slot_mapping(step, table, pool.page_rows, ratio=pool.ratio))
+        def block_table(pool: PagePool | None) -> Tensor | None:
+            return None if pool is None else pool.table[requests].to(self.device)
 
-        return Batch(
-            requests,
-            step,
-            window=paged(self.window_pool),
-            compressed={r: paged(pool) for r, pool in self.compressed_pools.items()},
-            state={r: paged(pool) for r, pool in self.state_pools.items()},
-            save=SavePolicy(rollback=self.draft_tokens),
-        )
+        window = block_table(self.window_pool)
+        tables = {}
+        for ratio in self.ratios:
+            compressed, state = self.compressed_pools.get(ratio), self.state_pools.get(ratio)
+            tables[ratio] = StepTables.of(
+                step,
+                window,
+                self.window_pool.page_rows,
+                ratio=ratio,
+                compressed_block_table=block_table(compressed),
+                compressed_page_rows=compressed.page_rows if compressed else 0,
+                state_block_table=block_table(state),
+                state_block_rows=state.page_rows if state else 0,
+            )
+        return Batch(requests, step, tables)
+
+    def _pools(self) -> list[PagePool]:
+        return [self.window_pool, *self.compressed_pools.values(), *self.state_pools.values()]
 
     def reject(self, request: int, tokens: int) -> None:
-        """Forgets the last `tokens` speculative tokens of `request`; what they wrote is overwritten by later steps."""
+        """Forgets the last `tokens` (speculative) tokens of `request`; later steps overwrite what they stored."""
         self.lengths[request] -= tokens
 
     def finish(self, request: int) -> None:
         """Ends `request` and takes back its pages."""
         self.lengths[request] = 0
-        for pool in self.pools:
+        for pool in self._pools():
             pool.release(request)
 
 
@@ -238,6 +241,11 @@ class RMSNorm(nn.RMSNorm):
         nn.init.normal_(self.weight, mean=1.0, std=0.1)
 
 
+def state_width(ratio: int) -> int:
+    """W: columns of the compressor's values, and of its scores."""
+    return {1: 0, 4: 1024, 128: 512}[ratio]
+
+
 class Indexer(nn.Module):
     """Chooses up to `index_topk` of the closed groups for each row (ratio 4). Plain PyTorch, simplified: see the top."""
 
@@ -248,10 +256,11 @@ class Indexer(nn.Module):
         self.key = linear(config.hidden_size, config.index_dim)
         self.head_weight = linear(config.hidden_size, config.index_heads)
 
-    def forward(self, hidden: Tensor, q_latent: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        groups, step, keys = batch.compressed[4], batch.step, cache.index_keys
-        closing = groups.slots >= 0
-        keys[groups.slots[closing]] = self.key(hidden[closing])
+    def forward(self, hidden: Tensor, q_latent: Tensor, batch: Batch, keys: Tensor) -> Tensor:
+        """ids int32 [T, topk]: numbers of compressed rows within the request, best first, then -1."""
+        step, tables = batch.step, batch.tables[4]
+        closing = tables.kv_slots >= 0
+        keys[tables.kv_slots[closing]] = self.key(hidden[closing])
         queries = self.query(q_latent).unflatten(-1, (self.heads, -1))
         weights = self.head_weight(hidden).float()
         ids = torch.full((len(hidden), self.topk), -1, dtype=torch.int32, device=hidden.device)
@@ -261,7 +270,7 @@ class Indexer(nn.Module):
             if count == 0:
                 continue
             group = torch.arange(count, device=hidden.device)
-            slots = groups.block_table[request, group // 64].long() * 64 + group % 64
+            slots = tables.compressed_block_table[request, group // 64].long() * 64 + group % 64
             affinity = torch.einsum("thd,nd->thn", queries[rows], keys[slots])
             score = torch.einsum("thn,th->tn", F.relu(affinity).float(), weights[rows])
             best = score.masked_fill(group >= visible[:, None], -math.inf).topk(min(self.topk, count))
@@ -272,23 +281,19 @@ class Indexer(nn.Module):
 class DeepseekV4Attention(nn.Module):
     """One attention layer: ratio 1 (window only), 4 (window and the indexer's choice) or 128 (window and every group)."""
 
-    def __init__(
-        self, config: V4Config, ratio: int, target: Target, *, max_positions: int, q_scale: float = 1.0, kv_scale: float = 1.0
-    ) -> None:
+    def __init__(self, config: V4Config, ratio: int, *, max_positions: int) -> None:
         super().__init__()
-        self.config, self.ratio, self.target = config, ratio, target
-        self.q_scale, self.kv_scale = q_scale, kv_scale
-        width = {1: 0, 4: 1024, 128: 512}[ratio]
+        self.config, self.ratio, self.max_positions = config, ratio, max_positions
         self.q_down = linear(config.hidden_size, config.q_lora_rank)
         self.q_norm = RMSNorm(config.q_lora_rank, config.eps)
         self.q_up = linear(config.q_lora_rank, config.num_heads * HEAD_DIM)
         self.kv_down = linear(config.hidden_size, HEAD_DIM)
         self.kv_norm = RMSNorm(HEAD_DIM, config.eps)
-        # A sink is a logit that only enlarges the denominator: here it takes a noticeable share of it.
+        # A sink is a logit that only enlarges the denominator; these take a noticeable share of it.
         self.sinks = nn.Parameter(torch.empty(config.num_heads).uniform_(4.0, 7.0))
         if ratio != 1:
-            self.compressor = linear(config.hidden_size, 2 * width)
-            self.ape = nn.Parameter(torch.randn(ratio, width) * 0.5)
+            self.compressor = linear(config.hidden_size, 2 * state_width(ratio))
+            self.ape = nn.Parameter(torch.randn(ratio, state_width(ratio)) * 0.5)
             self.compressor_norm = RMSNorm(HEAD_DIM, config.eps)
         self.indexer = Indexer(config) if ratio == 4 else None
         group_inputs = config.num_heads // config.o_groups * HEAD_DIM
@@ -297,87 +302,54 @@ class DeepseekV4Attention(nn.Module):
         self.register_buffer("cos_sin", cos_sin_table(max_positions, ratio=ratio))
         self.requires_grad_(False)
 
-    def forward(self, hidden: Tensor, batch: Batch, cache: LayerCache) -> Tensor:
-        """hidden bf16 [T, hidden_size] of the step's rows -> bf16 [T, hidden_size]."""
-        projected = self.project(hidden, batch, cache)
-        return self.output(self.attend(projected, batch, cache), batch)
+    def attach(self, cache: LayerCache, engine: Engine) -> None:
+        """Binds the layer's cache and weights; from here on its tensors stay where they are."""
+        self.index_keys = cache.index_keys
+        spec = LayerSpec(
+            ratio=self.ratio,
+            num_heads=self.config.num_heads,
+            kv_cache_dtype=engine.kv_cache_dtype,
+            eps=self.config.eps,
+            max_seq_len=self.max_positions,
+            index_topk=self.config.index_topk,
+            q_scale=engine.q_scale,
+            kv_scale=engine.kv_scale,
+            save=SavePolicy(rollback=engine.draft_tokens),
+        )
+        compressor = {} if self.ratio == 1 else {"ape": self.ape, "norm_weight": self.compressor_norm.weight}
+        self.mla = SparseMLA(
+            spec,
+            swa_cache=cache.window,
+            kv_cache=cache.compressed,
+            state=cache.state,
+            cos_sin=self.cos_sin,
+            sinks=self.sinks,
+            target=engine.target,
+            **compressor,
+        )
+        if cache.window.is_cuda:
+            self.mla.warm_up()
 
-    def project(self, hidden: Tensor, batch: Batch, cache: LayerCache) -> Projected:
+    def forward(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """hidden bf16 [T, hidden_size] of the step's rows -> bf16 [T, hidden_size]."""
+        return self.output(self.attend(self.project(hidden, batch), batch), batch)
+
+    def project(self, hidden: Tensor, batch: Batch) -> Projected:
         q_latent = self.q_norm(self.q_down(hidden))
         return Projected(
             q=self.q_up(q_latent).unflatten(-1, (-1, HEAD_DIM)),
             kv=self.kv_norm(self.kv_down(hidden)),
-            # bf16 inputs, fp32 output: the compressor's softmax wants more than bf16's 8 bits.
+            # BF16 inputs, FP32 output: the compressor's softmax wants more than BF16's 8 bits.
             kv_score=F.linear(hidden.float(), self.compressor.weight.float()) if self.ratio != 1 else None,
-            ids=self.indexer(hidden, q_latent, batch, cache) if self.indexer else None,
+            ids=self.indexer(hidden, q_latent, batch, self.index_keys) if self.indexer else None,
         )
 
-    def attend(self, x: Projected, batch: Batch, cache: LayerCache) -> Tensor:
-        """The library's part: queries ready, rows cached, windows compressed, indices built, attention. bf16 [T, heads, 512]."""
-        step, form = batch.step, "combined" if self.target.family == "sm100" else "segments"
-        fp8 = cache.window.dtype == torch.float8_e4m3fn
-        q = reference.qkv_insert(
-            x.q,
-            x.kv,
-            cache.window,
-            batch.window.slots,
-            step.positions,
-            self.cos_sin,
-            eps=self.config.eps,
-            q_scale=self.q_scale if fp8 else None,
-            kv_scale=self.kv_scale if fp8 else None,
-            q_dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16,
-        )
-        source = {1: IdSource.NONE, 4: IdSource.LOCAL, 128: IdSource.ALL_GROUPS}[self.ratio]
-        compressed = None
-        if self.ratio != 1:
-            compressed, state = batch.compressed[self.ratio], batch.state[self.ratio]
-            reference.compress_store(
-                x.kv_score,
-                self.ape,
-                cache.state,
-                state.block_table,
-                step.positions,
-                step.token_to_req,
-                state.slots,
-                compressed.slots,
-                self.compressor_norm.weight,
-                self.cos_sin,
-                cache.compressed,
-                ratio=self.ratio,
-                eps=self.config.eps,
-                kv_scale=self.kv_scale if fp8 else None,
-                save=batch.save,
-                seq_lens=step.seq_lens,
-            )
-        indices = reference.sparse_indices(
-            step.positions,
-            step.token_to_req,
-            batch.window.block_table,
-            x.ids,
-            compressed.block_table if compressed else None,
-            window=PoolGeometry.of(cache.window),
-            compressed=PoolGeometry.of(cache.compressed) if compressed else None,
-            source=source,
-            ratio=self.ratio,
-            slots=batch.window.slots,
-            form=form,
-            width=compressed.block_table.shape[1] * 2 if self.ratio == 128 else None,
-        )
-        return reference.decode(
-            q,
-            cache.window,
-            cache.compressed,
-            step,
-            indices,
-            num_heads=self.config.num_heads,
-            sinks=self.sinks,
-            q_scale=self.q_scale if fp8 else 1.0,
-            kv_scale=self.kv_scale if fp8 else 1.0,
-        )
+    def attend(self, x: Projected, batch: Batch) -> Tensor:
+        """The library's part: bf16 [T, heads, 512]."""
+        return self.mla(batch.step, batch.tables[self.ratio], x.q, x.kv, x.kv_score, x.ids)
 
     def output(self, attention: Tensor, batch: Batch) -> Tensor:
-        """Undoes the rotation of the values' last 64 columns, then projects group by group, then back to the hidden size."""
+        """Undoes the rotation of the values' last 64 columns, projects group by group, then back to the hidden size."""
         cos, sin = self.cos_sin[batch.step.positions][:, None].chunk(2, -1)
         a, b = attention[..., -ROPE_DIM:].float().unflatten(-1, (-1, 2)).unbind(-1)
         turned_back = torch.stack([a * cos + b * sin, b * cos - a * sin], -1).flatten(-2).to(attention.dtype)
