@@ -1,8 +1,8 @@
 """Order-preserving compaction of table entries: the valid ones (>= 0) first, -1 in every lane after.
 
-A warp writes a row of a table chunk by chunk, `vector` consecutive entries a lane. The usual chunk is valid throughout
-and goes out in vector stores as it stands; in any other, each valid entry is stored at its rank. The caller ends the row
-with `fill`.
+A warp holds entries of a row chunk by chunk, `vector` consecutive ones a lane. Usually all it holds are valid and go out in
+vector stores as they stand; else they are gathered in shared memory at their ranks, and go out in vector stores from there.
+The caller ends the row with `fill`.
 """
 
 import cutlass
@@ -12,6 +12,11 @@ from cutlass import Boolean, Int32
 from cute_kernels.device.memory import base_address, store_vector
 
 WARP = cute.arch.WARP_SIZE
+
+
+def stage_words(entries_per_warp: int, vector: int) -> int:
+    """int32 words of shared memory that `store_compacted` needs for each warp."""
+    return entries_per_warp + vector
 
 
 @cute.jit
@@ -24,62 +29,103 @@ def all_valid(entries: cute.Tensor) -> Boolean:
 
 
 @cute.jit
-def ranks(entries: cute.Tensor, lane: Int32, places: cute.Tensor) -> Int32:
-    """places[i] = valid entries of the warp's chunk before this lane's entry i; returns the chunk's valid entries."""
-    vector = cute.size(entries)
-    before_lane = (Int32(1) << lane) - 1
-    own, total = Int32(0), Int32(0)
-    for i in cutlass.range_constexpr(vector):
-        ballot = cute.arch.vote_ballot_sync(entries[i] >= 0)
-        own = own + cute.arch.popc(ballot & before_lane)
-        total = total + cute.arch.popc(ballot)
-    for i in cutlass.range_constexpr(vector):
-        places[i] = own
-        own = own + Int32(entries[i] >= 0)
-    return total
+def valid_before(entries: cute.Tensor, lane: Int32):
+    """Of each chunk, the valid entries in the lanes before this one and in all lanes, `32 // chunks` bits for each chunk.
 
-
-@cute.jit
-def count_valid(entries: cute.Tensor) -> Int32:
-    """Valid entries of the warp's chunk."""
-    total = Int32(cute.size(entries) * WARP)
-    if not all_valid(entries):
-        total = Int32(0)
-        for i in cutlass.range_constexpr(cute.size(entries)):
-            total = total + cute.arch.popc(cute.arch.vote_ballot_sync(entries[i] >= 0))
-    return total
-
-
-@cute.jit
-def store_chunk(entries: cute.Tensor, gRow: cute.Tensor, begin: Int32, lane: Int32) -> Int32:
-    """Store the valid entries of the warp's chunk in order from column `begin` on; returns the column after the last.
-
-    entries  registers: this lane's `vector` consecutive entries of the chunk
-    gRow     the table row [width], its start aligned to a whole vector
+    One scan serves all chunks: a chunk has at most 32 * vector valid entries, which fit its bits.
     """
-    vector = cute.size(entries)
-    end = begin + vector * WARP
-    if all_valid(entries) & (begin % vector == 0):
-        gVectors = cute.zipped_divide(gRow, (vector,))
-        store_vector(base_address(gVectors[None, begin // vector + lane]), entries)
-    else:
-        places = cute.make_rmem_tensor(cute.make_layout(vector), Int32)
-        end = begin + ranks(entries, lane, places)
+    vector, chunks = entries.shape
+    own = Int32(0)
+    for chunk in cutlass.range_constexpr(chunks):
+        valid = Int32(0)
         for i in cutlass.range_constexpr(vector):
-            if entries[i] >= 0:
-                gRow[begin + places[i]] = entries[i]
+            valid = valid + Int32(entries[i, chunk] >= 0)
+        own = own | (valid << (32 // chunks * chunk))
+    through = own
+    for distance in (1, 2, 4, 8, 16):
+        other = cute.arch.shuffle_sync_up(through, distance, mask_and_clamp=0)
+        through = through + Int32(cutlass.select_(lane >= distance, other, Int32(0)))
+    return through - own, cute.arch.shuffle_sync(through, WARP - 1)
+
+
+@cute.jit
+def of_chunk(packed: Int32, chunk: cutlass.Constexpr, chunks: cutlass.Constexpr) -> Int32:
+    """The count of one chunk out of `valid_before`'s."""
+    count = packed
+    if cutlass.const_expr(chunks > 1):
+        count = (packed >> (32 // chunks * chunk)) & ((1 << 32 // chunks) - 1)
+    return count
+
+
+@cute.jit
+def count_valid(entries: cute.Tensor, lane: Int32) -> Int32:
+    """Valid entries of the warp."""
+    count = Int32(cute.size(entries) * WARP)
+    if not all_valid(entries):
+        _, total = valid_before(entries, lane)
+        count = Int32(0)
+        for chunk in cutlass.range_constexpr(entries.shape[1]):
+            count = count + of_chunk(total, chunk, entries.shape[1])
+    return count
+
+
+@cute.jit
+def store_compacted(entries: cute.Tensor, gRow: cute.Tensor, begin: Int32, lane: Int32, sStage: cute.Tensor) -> Int32:
+    """Store the warp's valid entries in order from column `begin` on; returns the column after the last.
+
+    entries  registers (vector, chunks): consecutive entries of this lane, chunk by chunk of the warp
+    gRow     the table row [width], its start aligned to a whole vector
+    sStage   shared memory of this warp alone, `stage_words` words, aligned to a whole vector
+    """
+    vector, chunks = entries.shape
+    gVectors = cute.zipped_divide(gRow, (vector,))
+    ahead = begin % vector
+    first = begin // vector
+    end = begin + cute.size(entries) * WARP
+    if all_valid(entries) & (ahead == 0):
+        for chunk in cutlass.range_constexpr(chunks):
+            store_vector(base_address(gVectors[None, first + chunk * WARP + lane]), entries[None, chunk])
+    else:
+        before, total = valid_before(entries, lane)
+        staged = ahead
+        for chunk in cutlass.range_constexpr(chunks):
+            place = staged + of_chunk(before, chunk, chunks)
+            for i in cutlass.range_constexpr(vector):
+                if entries[i, chunk] >= 0:
+                    sStage[place] = entries[i, chunk]
+                place = place + Int32(entries[i, chunk] >= 0)
+            staged = staged + of_chunk(total, chunk, chunks)
+        end = begin + staged - ahead
+        cute.arch.sync_warp()
+        # Whole vectors from the stage, then the entries before the first and after the last of them.
+        sVectors = cute.zipped_divide(sStage, (vector,))
+        whole = staged // vector
+        for chunk in cutlass.range_constexpr(chunks):
+            index = chunk * WARP + lane
+            if (index < whole) & ((index > 0) | (ahead == 0)):
+                copied = cute.make_rmem_tensor(cute.make_layout(vector), Int32)
+                cute.autovec_copy(sVectors[None, index], copied)
+                store_vector(base_address(gVectors[None, first + index]), copied)
+        column = first * vector + lane
+        if (lane >= ahead) & (lane < cutlass.min(staged, Int32(vector))) & (ahead > 0):
+            gRow[column] = sStage[lane]
+        last = whole * vector + lane
+        if (last < staged) & ((whole > 0) | (ahead == 0)):
+            gRow[column + whole * vector] = sStage[last]
+        cute.arch.sync_warp()
     return end
 
 
 @cute.jit
 def fill(gRow: cute.Tensor, begin: Int32, thread: Int32, threads: cutlass.Constexpr, vector: cutlass.Constexpr):
     """-1 in columns begin.. of a table row, by `threads` threads; its width is a multiple of `vector`."""
-    head = (begin + (vector - 1)) // vector
-    if begin + thread < head * vector:
-        gRow[begin + thread] = Int32(-1)
-    blank = cute.make_rmem_tensor(cute.make_layout(vector), Int32)
-    for i in cutlass.range_constexpr(vector):
-        blank[i] = Int32(-1)
-    gVectors = cute.zipped_divide(gRow, (vector,))
-    for index in cutlass.range(head + thread, cute.size(gRow) // vector, threads, unroll=1):
-        store_vector(base_address(gVectors[None, index]), blank)
+    if begin < cute.size(gRow):
+        head = (begin + (vector - 1)) // vector
+        if begin + thread < head * vector:
+            gRow[begin + thread] = Int32(-1)
+        blank = cute.make_rmem_tensor(cute.make_layout(vector), Int32)
+        for i in cutlass.range_constexpr(vector):
+            blank[i] = Int32(-1)
+        gVectors = cute.zipped_divide(gRow, (vector,))
+        for index in cutlass.range(head + thread, cute.size(gRow) // vector, threads, unroll=1):
+            store_vector(base_address(gVectors[None, index]), blank)

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device.compaction import WARP, count_valid, fill, store_chunk
+from cute_kernels.device.compaction import WARP, count_valid, fill, stage_words, store_compacted
 from cute_kernels.device.memory import STREAM, base_address, load_vector
 from cute_kernels.device.pdl import begin
 from cute_kernels.device.slots import INT32_MAX, Divisor, Pool, resolve_rows, resolve_slots
@@ -21,10 +21,10 @@ from cute_kernels.kv_format import WINDOW
 WINDOW_VECTOR = WINDOW // WARP
 # Compressed ids that a lane holds at once where one warp serves a row: enough loads in flight to stream at full bandwidth.
 IDS_PER_LANE = 16
-# Rows up to which a whole block serves one row (short latency), and rows of a block beyond (fewest instructions per row).
+# Up to so many rows, a whole block serves one row (short latency): a warp for the window, the others for the ids. Beyond, each
+# warp serves a row of its own (fewest instructions per row).
 FEW_ROWS = 1024
-WARPS_OF_ONE_ROW = 4
-ROWS_PER_BLOCK = 4
+BLOCK_WARPS = 5
 
 
 class Inputs(NamedTuple):
@@ -68,60 +68,62 @@ class SparseIndices:
 
     @cute.jit
     def launch(self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, stream):
-        """Launch on `stream`: by the block for few rows, by the warp for many (host code inside a `@cute.jit` function)."""
+        """Launch on `stream`: a block per row for few rows, a warp per row for many (host code inside a `@cute.jit` function)."""
         rows = outputs.window.shape[0]
+        few = Int32(rows <= FEW_ROWS)
         if cutlass.const_expr(self.source == "none"):
-            self.launch_by_warp(inputs, outputs, window, compressed, ratio, stream)
-        elif rows > FEW_ROWS:
-            self.launch_by_warp(inputs, outputs, window, compressed, ratio, stream)
-        else:
-            self.kernel(inputs, outputs, window, compressed, ratio, WARPS_OF_ONE_ROW).launch(
-                grid=[rows, 1, 1], block=[(WARPS_OF_ONE_ROW + 1) * WARP, 1, 1], stream=stream, use_pdl=self.pdl
-            )
-
-    @cute.jit
-    def launch_by_warp(self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, stream):
-        blocks = cute.ceil_div(outputs.window.shape[0], ROWS_PER_BLOCK)
-        self.kernel(inputs, outputs, window, compressed, ratio, 1).launch(
-            grid=[blocks, 1, 1], block=[ROWS_PER_BLOCK * WARP, 1, 1], stream=stream, use_pdl=self.pdl
+            few = Int32(0)
+        blocks = few * rows + (1 - few) * cute.ceil_div(rows, BLOCK_WARPS)
+        self.kernel(inputs, outputs, window, compressed, ratio, few).launch(
+            grid=[blocks, 1, 1], block=[BLOCK_WARPS * WARP, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
-    def kernel(
+    def kernel(self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, few: Int32):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        lane = thread % WARP
+        words = stage_words(IDS_PER_LANE * WARP, self.vector)
+        stages = cute.arch.alloc_smem(Int32, words * BLOCK_WARPS, alignment=4 * self.vector)
+        sStage = cute.make_tensor(stages, cute.make_layout((words, BLOCK_WARPS)))[None, warp]
+
+        begin(self.pdl)
+        if few != 0:
+            if cutlass.const_expr(self.source != "none"):
+                self.row_part(inputs, outputs, window, compressed, ratio, block, warp, lane, sStage, BLOCK_WARPS - 1)
+        else:
+            row = block * BLOCK_WARPS + warp
+            self.row_part(inputs, outputs, window, compressed, ratio, row, Int32(0), lane, sStage, 1)
+
+    @cute.jit
+    def row_part(
         self,
         inputs: Inputs,
         outputs: Outputs,
         window: Pool,
         compressed: Pool | None,
         ratio: Divisor | None,
+        row: Int32,
+        share: Int32,
+        lane: Int32,
+        sStage: cute.Tensor,
         warps: cutlass.Constexpr,
     ):
-        """warps = 1: each warp of the block serves a row. Else `warps` warps share a row, and one more writes its window."""
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        warp = cute.arch.make_warp_uniform(thread // WARP)
-        lane = thread % WARP
-        row = block
-        share = warp
-        if cutlass.const_expr(warps == 1):
-            row = block * ROWS_PER_BLOCK + warp
-            share = Int32(0)
+        """Serve a row by one warp (warps = 1); or this warp's share of it: `warps` warps share the ids, one more has the window."""
         chunks = IDS_PER_LANE // self.vector if warps == 1 else 1
         ids = cute.make_rmem_tensor(cute.make_layout((self.vector, chunks)), Int32)
-
-        begin(self.pdl)
         if row < outputs.window.shape[0]:
             columns = self.columns_of_ids(inputs, outputs, row)
-            self.load_ids(inputs, row, share * (ids_per_warp(ids)), columns, lane, ids)
+            self.load_ids(inputs, row, share * ids_per_warp(ids), columns, lane, ids)
             end, request = self.state_of(inputs, row)
             if cutlass.const_expr(warps == 1):
-                self.window_part(inputs, outputs, window, row, end, request, lane)
-                self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, warps)
+                self.window_part(inputs, outputs, window, row, end, request, lane, sStage)
+                self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, sStage, warps)
+            elif share == warps:
+                self.window_part(inputs, outputs, window, row, end, request, lane, sStage)
             else:
-                if share == warps:
-                    self.window_part(inputs, outputs, window, row, end, request, lane)
-                else:
-                    self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, warps)
+                self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, sStage, warps)
 
     @cute.jit
     def state_of(self, inputs: Inputs, row: Int32):
@@ -140,16 +142,18 @@ class SparseIndices:
         return Int32(cutlass.select_(real, end, Int32(0))), Int32(cutlass.select_(real, request, Int32(-1)))
 
     @cute.jit
-    def window_part(self, inputs: Inputs, outputs: Outputs, pool: Pool, row: Int32, end: Int32, request: Int32, lane: Int32):
+    def window_part(
+        self, inputs: Inputs, outputs: Outputs, pool: Pool, row: Int32, end: Int32, request: Int32, lane: Int32, sStage: cute.Tensor
+    ):
         """Positions end-128 .. end-1 (from 0 on) through the block table, by one warp."""
-        ids = cute.make_rmem_tensor(cute.make_layout(WINDOW_VECTOR), Int32)
-        entries = cute.make_rmem_tensor(cute.make_layout(WINDOW_VECTOR), Int32)
+        ids = cute.make_rmem_tensor(cute.make_layout((WINDOW_VECTOR, 1)), Int32)
+        entries = cute.make_rmem_tensor(ids.layout, Int32)
         start = cutlass.max(end - WINDOW, Int32(0))
         for i in cutlass.range_constexpr(WINDOW_VECTOR):
             ids[i] = start + lane * WINDOW_VECTOR + i
         resolve_rows(ids, cutlass.min(end, pool.capacity), inputs.window_block_table[request, None], pool, entries)
         gRow = outputs.window[row, None]
-        count = store_chunk(entries, gRow, Int32(0), lane)
+        count = store_compacted(entries, gRow, Int32(0), lane, sStage)
         fill(gRow, count, lane, WARP, WINDOW_VECTOR)
         if cutlass.const_expr(outputs.window_lengths is not None):
             if lane == 0:
@@ -200,6 +204,7 @@ class SparseIndices:
         ids: cute.Tensor,
         share: Int32,
         lane: Int32,
+        sStage: cute.Tensor,
         warps: cutlass.Constexpr,
     ):
         """The row's compressed entries, by `warps` warps of which this is number `share`; `ids` holds its first ids."""
@@ -224,11 +229,10 @@ class SparseIndices:
                 else:
                     resolve_rows(ids, limit, inputs.compressed_block_table[request, None], pool, entries)
                 if cutlass.const_expr(warps == 1):
-                    for chunk in cutlass.range_constexpr(ids.shape[1]):
-                        count = store_chunk(entries[None, chunk], gRow, count, lane)
+                    count = store_compacted(entries, gRow, count, lane, sStage)
                 else:
                     buffer = first // batch % 2
-                    own = count_valid(entries[None, 0])
+                    own = count_valid(entries, lane)
                     if lane == 0:
                         sCounts[share, buffer] = own
                     cute.arch.barrier(barrier_id=1, number_of_threads=warps * WARP)
@@ -237,8 +241,9 @@ class SparseIndices:
                         theirs = sCounts[other, buffer]
                         count = count + theirs
                         begin = begin + Int32(cutlass.select_(share > other, theirs, Int32(0)))
-                    store_chunk(entries[None, 0], gRow, begin, lane)
-                self.load_ids(inputs, row, first + batch + share * share_of_batch, columns, lane, ids)
+                    store_compacted(entries, gRow, begin, lane, sStage)
+                if first + batch < columns:
+                    self.load_ids(inputs, row, first + batch + share * share_of_batch, columns, lane, ids)
             fill(gRow, count, share * WARP + lane, warps * WARP, self.vector)
         if cutlass.const_expr(outputs.lengths is not None):
             if (share == 0) & (lane == 0):
