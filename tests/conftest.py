@@ -12,6 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Before any import of the package: a run shares its objects among workers, compile tests and emulator, and with `make demo`.
 os.environ.setdefault("CUTE_KERNELS_CACHE_DIR", str(ROOT / "build" / "cache"))
+# Tests run in parallel processes and their tensors are small: a pool of threads in each only makes them wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("CUTE_KERNELS_PACKS", "CUTE_KERNELS_FREEZE", "CUTE_KERNELS_VALIDATE", "CUTE_DSL_ARCH"):
     os.environ.pop(name, None)
 

@@ -32,6 +32,18 @@ def round_e4m3(x: F64) -> F64:
     return np.copysign(_GRID[code + tie], x)
 
 
+def encode_e4m3(x: F64) -> np.ndarray:
+    """Codes uint8 of the E4M3 values nearest to finite x, the sign of zero kept."""
+    rounded = round_e4m3(x)
+    return (np.searchsorted(_GRID, np.abs(rounded)) | np.where(np.signbit(rounded), 0x80, 0)).astype(np.uint8)
+
+
+def encode_bf16(x: F64) -> np.ndarray:
+    """Little-endian bytes uint8 [..., 2n] of the bf16 values nearest to x [..., n]."""
+    words = round_bf16(x).astype(np.float32).view(np.uint32) >> 16
+    return np.stack([words & 0xFF, words >> 8], axis=-1).astype(np.uint8).reshape(*x.shape[:-1], -1)
+
+
 def round_bf16(x: F64) -> F64:
     """The bf16 value nearest to each finite x, ties to even; infinity beyond the largest."""
     x = np.asarray(x, dtype=np.float64)

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from cute_kernels.save_policy import SavePolicy
-from tests.support.bytes import ROW_BYTES, Pool
+from tests.support.bytes import Pool
+from tests.support.pools import cache_view, layout, storage_bytes
 from tests.support.steps import Request
 
-_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}
 _FAR = 1 << 40  # a state slot that faults if anyone dereferences it
 
 
@@ -74,10 +74,7 @@ class CompressCase:
     @property
     def kv_cache(self) -> torch.Tensor:
         """The compressed pool, a strided view of `kv_storage`."""
-        p, dtype = self.pool, _DTYPES[self.kv_format]
-        size, width = dtype.itemsize, ROW_BYTES[self.kv_format] // dtype.itemsize
-        shape, stride = (p.pages, p.page_rows, width), (p.page_stride // size, width, 1)
-        return self.kv_storage.view(dtype).as_strided(shape, stride, p.base // size)
+        return cache_view(self.pool, self.kv_storage)
 
     def args(self) -> tuple[torch.Tensor | None, ...]:
         """Positional arguments of compress_store, in order."""
@@ -106,14 +103,14 @@ class CompressCase:
 
     def clone(self) -> CompressCase:
         """A copy with tensors of its own; oracle results are shared."""
-        return self._map(_clone)
+        return self._map(clone_with_strides)
 
     def to(self, device: torch.device | str) -> CompressCase:
         """The same case on another device, every stride kept."""
-        return self._map(lambda x: _moved(x, device))
+        return self._map(lambda x: move_with_strides(x, device))
 
 
-def _moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def move_with_strides(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """`x` on `device` with its strides: what lies between its rows travels along."""
     if x.is_contiguous():
         return x.to(device)
@@ -121,7 +118,8 @@ def _moved(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     return flat.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
 
 
-def _clone(x: torch.Tensor) -> torch.Tensor:
+def clone_with_strides(x: torch.Tensor) -> torch.Tensor:
+    """A copy of `x` with its strides."""
     if x.is_contiguous():
         return x.clone()
     flat = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
@@ -239,13 +237,8 @@ def make_compress_case(
     pages = len(page_of) + 2
     for key, page in zip(page_of, rng.permutation(len(page_of)), strict=True):
         page_of[key] = int(page)
-    row_bytes = ROW_BYTES[kv_format]
-    page_gap = 0 if not strided else (alignment if kv_format == "fp8_ds_mla" else 3 * row_bytes)
-    page_stride = -(-page_rows * row_bytes // 16) * 16 + page_gap
-    if kv_format == "fp8_ds_mla" and strided and alignment == 32:
-        page_stride = -(-page_stride // 32) * 32
-    pool = Pool(kv_format, gap, pages, page_rows, page_stride)
-    kv_storage = torch.randint(0, 256, (-(-(gap + pages * page_stride + 64) // 64) * 64,), dtype=torch.uint8, generator=gen)
+    pool = layout(kv_format, pages, page_rows, strided=strided, alignment=alignment)
+    kv_storage = torch.randint(0, 256, (storage_bytes(pool),), dtype=torch.uint8, generator=gen)
     canary_slot = (pages - 1) * page_rows
     canary_state = (blocks - 1) * bs
 

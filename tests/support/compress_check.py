@@ -8,6 +8,7 @@ import numpy as np
 
 from tests.support.bytes import E4M3, GROUP, NOPE, bf16_values, round_bf16, round_e4m3, scale_byte
 from tests.support.compress import CompressCase, saved_positions, window_rows, window_width
+from tests.support.pools import owned_bytes
 
 # The least relative error granted to fp32 arithmetic before rounding: sixteen times fp32's unit roundoff, for approximate exponentials
 # and another order of summation.
@@ -113,11 +114,11 @@ def _stored(x: np.ndarray, case: CompressCase, scales: np.ndarray | None = None)
 
 
 def check_compress(before: CompressCase, after: CompressCase) -> CompressReport:
-    """`after` (any device) is what a call made of `before`: every byte outside the rows owned unchanged, state rows exact, KV rows admissible.
+    """`after` (any device) is what a call made of `before`: bytes it does not own unchanged, state rows exact, KV rows admissible.
 
-    Admissible: a stored value lies between the roundings of both ends of [x - d, x + d], x in float64 and d twice the largest relative error
-    of the same arithmetic in fp32 (at least 2^-20) times the row's largest value. A scale byte lies between those of the group's amax at
-    either end; codes are judged with the byte that was written.
+    Admissible: a stored value lies between the roundings of both ends of [x - d, x + d], x in float64 and d twice the largest relative
+    error of the same arithmetic in fp32 (at least 2^-20) times the row's largest value. A scale byte lies between those of the group's
+    amax at either end; codes are judged with the byte that was written.
     """
     want, plain = expected(before)
 
@@ -130,10 +131,7 @@ def check_compress(before: CompressCase, after: CompressCase) -> CompressReport:
 
     got = after.kv_storage.cpu().numpy()
     old = before.kv_storage.cpu().numpy()
-    owned = np.zeros(len(old), dtype=bool)
-    for slot in want.rows:
-        for first, count in before.pool.spans(slot):
-            owned[first : first + count] = True
+    owned = owned_bytes(before.pool, len(old), list(want.rows))
     _same(np.where(owned, 0, got), np.where(owned, 0, old), "KV bytes outside the rows written", str)
     if not want.rows:
         return CompressReport(0, len(want.saved), 0.0, 0.0)

@@ -12,7 +12,7 @@ import torch
 
 from cute_kernels.indices import CombinedIndices, IdSource, SegmentIndices
 from cute_kernels.kv_format import PoolGeometry
-from tests.support.compress import _clone, _moved
+from tests.support.compress import clone_with_strides, move_with_strides
 from tests.support.steps import Request
 
 Form = Literal["combined", "segments"]
@@ -64,10 +64,10 @@ class IndexCase:
         return {name: getattr(self, name) for name in names}
 
     def clone(self) -> IndexCase:
-        return self._map(_clone)
+        return self._map(clone_with_strides)
 
     def to(self, device: torch.device | str) -> IndexCase:
-        return self._map(lambda x: _moved(x, device))
+        return self._map(lambda x: move_with_strides(x, device))
 
     def _map(self, f: Any) -> IndexCase:
         changes = {k: f(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
