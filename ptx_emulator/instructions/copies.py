@@ -1,0 +1,307 @@
+"""Asynchronous copies: `cp.async` with groups, bulk copies and `st.async` with mbarriers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptx_emulator import parser as ptx
+from ptx_emulator.fragment import Fragment
+from ptx_emulator.instructions.forms import Modifiers
+from ptx_emulator.instructions.memory import address_of, check_waited
+from ptx_emulator.memory import AccessFault
+from ptx_emulator.program import NUMPY, Build, Step, opcode
+
+U64 = np.uint64
+
+
+@opcode("cp")
+def _cp(build: Build, ins: ptx.Instruction) -> Step:
+    m = Modifiers(ins)
+    if not m.take("async"):
+        raise m.unsupported()
+    if m.take("bulk"):
+        return _bulk(build, ins, m)
+    if m.take("commit_group"):
+        m.finish(0)
+        return lambda f: _groups(f).commit(f)
+    if m.take("wait_all"):
+        m.finish(0)
+        return lambda f: _groups(f).wait(f, 0, everything=True)
+    if m.take("wait_group"):
+        m.finish(1)
+        n = int(ins.operands[0].text, 0)  # type: ignore[union-attr]
+        return lambda f: _groups(f).wait(f, n)
+    if m.take("mbarrier"):
+        raise m.unsupported("arrival of cp.async on an mbarrier")
+    m.take("ca", "cg")
+    if not m.take("shared", "shared::cta") or not m.take("global"):
+        raise m.unsupported()
+    m.take("L2::64B", "L2::128B", "L2::256B")
+    hint = bool(m.take("L2::cache_hint"))
+    m.finish((3 + hint, 4 + hint))
+    target = address_of(build, ins, ins.operands[0], "shared")
+    source = address_of(build, ins, ins.operands[1], "global")
+    size = int(ins.operands[2].text, 0)  # type: ignore[union-attr]
+    build.shared_granule = min(build.shared_granule, min(size, 8))
+    has_actual = len(ins.operands) - hint == 4
+    actual = build.source(ins.operands[3], "u32", ins) if has_actual else None
+    if size not in (4, 8, 16):
+        raise m.unsupported(f"{size} bytes")
+    width = min(size, 8)
+
+    def run(f: Fragment) -> None:
+        check_waited(f)
+        machine = f.machine
+        addresses, targets = np.broadcast_to(source(f), (f.n,)), np.broadcast_to(target(f), (f.n,))
+        sizes = f.full(actual).astype(np.int64) if actual is not None else np.full(f.n, size)
+        data = np.zeros((f.n, size), np.uint8)
+        full = np.flatnonzero(sizes == size)
+        if full.size:
+            try:
+                words = machine.memory.load(addresses[full], width, size // width)
+            except AccessFault as fault:
+                fault.index = int(full[fault.index])
+                raise
+            data[full] = np.stack(words, 1).view(np.uint8).reshape(full.size, size)
+        for i in np.flatnonzero((sizes > 0) & (sizes < size)):
+            for k in range(int(sizes[i])):
+                data[i, k] = machine.memory.load(addresses[i : i + 1] + U64(k), 1, 1)[0][0]
+        machine.counters.loaded += int(sizes.sum())
+        place, _ = machine.shared.place(f, targets, size)
+        if machine.races:
+            machine.races.write(f, place, size)
+        machine.shared.written[place[:, None] + np.arange(size)] = 2
+        _groups(f).add(f, place, data)
+
+    return run
+
+
+class CopyGroups:
+    """Copies in flight, per thread: not committed yet, or in numbered groups."""
+
+    def __init__(self, machine) -> None:
+        self.machine = machine
+        self.open: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        self.committed: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+        self.count = np.zeros(machine.alive.size, np.int64)
+
+    def add(self, f: Fragment, place: np.ndarray, data: np.ndarray) -> None:
+        self.open.append((f.lanes, place, data))
+
+    def commit(self, f: Fragment) -> None:
+        self.count[f.lanes] += 1
+        rest = []
+        for lanes, place, data in self.open:
+            mine = np.isin(lanes, f.lanes)
+            if mine.any():
+                self.committed.append((lanes[mine], place[mine], data[mine], self.count[lanes[mine]].copy()))
+            if not mine.all():
+                rest.append((lanes[~mine], place[~mine], data[~mine]))
+        self.open = rest
+
+    def wait(self, f: Fragment, allowed: int, *, everything: bool = False) -> None:
+        if everything:
+            self.commit(f)
+        rest = []
+        for lanes, place, data, group in self.committed:
+            mine = np.isin(lanes, f.lanes) & (group <= self.count[lanes] - allowed)
+            if mine.any():
+                put(self.machine, place[mine], data[mine])
+            if not mine.all():
+                rest.append((lanes[~mine], place[~mine], data[~mine], group[~mine]))
+        self.committed = rest
+
+
+def put(machine, place: np.ndarray, data: np.ndarray) -> None:
+    """Write rows of bytes into shared memory and mark them written."""
+    where = place[:, None] + np.arange(data.shape[1])
+    machine.shared.data[where] = data
+    machine.shared.written[where] = 1
+
+
+def _groups(f: Fragment) -> CopyGroups:
+    machine = f.machine
+    if machine.copies is None:
+        machine.copies = CopyGroups(machine)
+    return machine.copies
+
+
+def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
+    """`cp.async.bulk` between global and shared memory, and its groups."""
+    if m.take("commit_group"):
+        m.finish(0)
+        return lambda f: None
+    if m.take("wait_group"):
+        # Bulk stores below are carried out at once, so a group has always been read and written.
+        m.take("read")
+        m.finish(1)
+        return lambda f: None
+    if m.take("prefetch"):
+        m.take("L2")
+        m.take("global")
+        hint = bool(m.take("L2::cache_hint"))
+        m.finish(2 + hint)
+        address_of(build, ins, ins.operands[0], "global")
+        build.source(ins.operands[1], "u32", ins)
+        return lambda f: None
+    spaces = [s for s in m.rest if s in ("shared::cluster", "shared::cta", "global")]
+    m.rest = [s for s in m.rest if s not in spaces]
+    hint = bool(m.take("L2::cache_hint"))
+    completes = bool(m.take("mbarrier::complete_tx::bytes"))
+    grouped = bool(m.take("bulk_group"))
+    m.finish((4 if completes else 3) + hint)
+    if spaces == ["global", "shared::cta"] and grouped:
+        return _bulk_store(build, ins)
+    if spaces in (["shared::cluster", "global"], ["shared::cta", "global"]) and completes:
+        return _bulk_load(build, ins)
+    if spaces == ["shared::cluster", "shared::cta"] and completes:
+        return _bulk_shared(build, ins)
+    raise m.unsupported()
+
+
+def _check_bulk(f: Fragment, i: int, *values: int) -> None:
+    if any(v % 16 for v in values):
+        raise AccessFault("misaligned access", i, f"bulk copy of {values[-1]} bytes: addresses and size must be multiples of 16")
+
+
+def _bulk_load(build: Build, ins: ptx.Instruction) -> Step:
+    target, source = address_of(build, ins, ins.operands[0], "shared"), address_of(build, ins, ins.operands[1], "global")
+    size, bar = build.source(ins.operands[2], "u32", ins), address_of(build, ins, ins.operands[3], "shared")
+
+    def run(f: Fragment) -> None:
+        check_waited(f)
+        machine = f.machine
+        targets, sources, bars = (np.broadcast_to(g(f), (f.n,)) for g in (target, source, bar))
+        sizes = f.full(size)
+        for i in range(f.n):
+            nbytes, one = int(sizes[i]), f.take(np.array([i]), [], f.pc)
+            _check_bulk(f, i, int(targets[i]), int(sources[i]), nbytes)
+            if nbytes == 0:
+                continue
+            try:
+                data = _read_global(machine, int(sources[i]), nbytes)
+            except AccessFault as fault:
+                fault.index = i
+                raise
+            machine.counters.loaded += nbytes
+            _start_copy(machine, one, i, targets[i : i + 1], bars[i : i + 1], data)
+
+    return run
+
+
+def _read_global(machine, address: int, nbytes: int) -> np.ndarray:
+    words = machine.memory.load(np.arange(address, address + nbytes, 8, dtype=U64), 8, 1)[0]
+    return words.view(np.uint8)
+
+
+def _bulk_shared(build: Build, ins: ptx.Instruction) -> Step:
+    target, source = address_of(build, ins, ins.operands[0], "shared"), address_of(build, ins, ins.operands[1], "shared")
+    size, bar = build.source(ins.operands[2], "u32", ins), address_of(build, ins, ins.operands[3], "shared")
+
+    def run(f: Fragment) -> None:
+        machine = f.machine
+        targets, sources, bars = (np.broadcast_to(g(f), (f.n,)) for g in (target, source, bar))
+        sizes = f.full(size)
+        for i in range(f.n):
+            nbytes, one = int(sizes[i]), f.take(np.array([i]), [], f.pc)
+            _check_bulk(f, i, int(targets[i]), int(sources[i]), nbytes)
+            place = int(machine.shared.place(one, sources[i : i + 1], 16)[0][0])
+            if (machine.shared.written[place : place + nbytes] != 1).any():
+                raise AccessFault("uninitialised read", i, "bulk copy of shared memory nobody has written", "shared memory")
+            _start_copy(machine, one, i, targets[i : i + 1], bars[i : i + 1], machine.shared.data[place : place + nbytes].copy())
+
+    return run
+
+
+def _start_copy(machine, one: Fragment, index: int, target: np.ndarray, bar: np.ndarray, data: np.ndarray) -> None:
+    """Mark the destination as in flight and queue the arrival of its bytes on the mbarrier."""
+    nbytes = data.size
+    place = machine.shared.place(one, target, 16)[0]
+    machine.shared.place(one, target + U64(nbytes - 16), 16)
+    barrier = int(machine.shared.place(one, bar, 8)[0][0])
+    warp = int(one.lanes[0]) // 32
+    if machine.races:
+        machine.races.write(one, place, nbytes)
+        machine.mbarriers.publish(machine.mbarriers.get(barrier, index), warp)
+    start = int(place[0])
+    machine.shared.written[start : start + nbytes] = 2
+
+    def arrive() -> None:
+        machine.shared.data[start : start + nbytes] = data
+        machine.shared.written[start : start + nbytes] = 1
+        machine.mbarriers.transfer(barrier, nbytes, index)
+
+    machine.mbarriers.pending.append(arrive)
+
+
+def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
+    target, source = address_of(build, ins, ins.operands[0], "global"), address_of(build, ins, ins.operands[1], "shared")
+    size = build.source(ins.operands[2], "u32", ins)
+
+    def run(f: Fragment) -> None:
+        check_waited(f)
+        machine = f.machine
+        targets, sources = (np.broadcast_to(g(f), (f.n,)) for g in (target, source))
+        sizes = f.full(size)
+        for i in range(f.n):
+            nbytes, one = int(sizes[i]), f.take(np.array([i]), [], f.pc)
+            _check_bulk(f, i, int(targets[i]), int(sources[i]), nbytes)
+            if nbytes == 0:
+                continue
+            place = machine.shared.place(one, sources[i : i + 1], 16)[0]
+            machine.shared.place(one, sources[i : i + 1] + U64(nbytes - 16), 16)
+            if machine.races:
+                machine.races.read(one, place, nbytes)
+            start = int(place[0])
+            if (machine.shared.written[start : start + nbytes] != 1).any():
+                raise AccessFault("uninitialised read", i, "bulk store of shared memory nobody has written", "shared memory")
+            words = machine.shared.data[start : start + nbytes].copy().view(U64)
+            try:
+                machine.memory.store(np.arange(int(targets[i]), int(targets[i]) + nbytes, 8, dtype=U64), 8, [words])
+            except AccessFault as fault:
+                fault.index = i
+                raise
+            machine.counters.stored += nbytes
+
+    return run
+
+
+def store_async(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
+    """`st.async.shared::cluster.mbarrier::complete_tx::bytes`: remote store that completes on the target block's mbarrier."""
+    m.take("weak")
+    space, completes = m.take("shared::cluster"), m.take("mbarrier::complete_tx::bytes")
+    vector, kind = m.take("v2", "v4"), m.type()
+    m.finish(3)
+    if not space or not completes or kind not in ("b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"):
+        raise m.unsupported()
+    target, bar = address_of(build, ins, ins.operands[0], "shared"), address_of(build, ins, ins.operands[2], "shared")
+    value = ins.operands[1]
+    items = value.items if isinstance(value, ptx.Vector) else (value,)
+    if len(items) != (int(vector[1:]) if vector else 1):
+        raise m.unsupported()
+    slots = [build.source(o, kind, ins) for o in items]
+    width = NUMPY[kind].itemsize
+    build.shared_granule = min(build.shared_granule, width)
+
+    def run(f: Fragment) -> None:
+        machine = f.machine
+        targets, bars = np.broadcast_to(target(f), (f.n,)), np.broadcast_to(bar(f), (f.n,))
+        nbytes = width * len(slots)
+        places = machine.shared.place(f, targets, nbytes)[0]
+        barriers = machine.shared.place(f, bars, 8)[0]
+        if machine.races:
+            machine.races.write(f, places, nbytes)
+        data = np.stack([f.full(s) for s in slots], 1).view(np.uint8).reshape(f.n, nbytes)
+        machine.shared.written[places[:, None] + np.arange(nbytes)] = 2
+        for i in range(f.n):
+            if machine.races:
+                machine.mbarriers.publish(machine.mbarriers.get(int(barriers[i]), i), int(f.lanes[i]) // 32)
+
+        def arrive() -> None:
+            put(machine, places, data)
+            for i in range(data.shape[0]):
+                machine.mbarriers.transfer(int(barriers[i]), nbytes, i)
+
+        machine.mbarriers.pending.append(arrive)
+
+    return run

@@ -1,0 +1,213 @@
+"""Barriers of blocks and clusters, and mbarrier operations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptx_emulator import parser as ptx
+from ptx_emulator.fragment import Fragment
+from ptx_emulator.instructions.forms import Modifiers
+from ptx_emulator.instructions.memory import address_of
+from ptx_emulator.instructions.warp import warp_barrier
+from ptx_emulator.memory import AccessFault
+from ptx_emulator.program import SHARED_WINDOW, Build, Collective, collective
+
+U64 = np.uint64
+
+
+@collective("bar", "barrier")
+def _bar(build: Build, ins: ptx.Instruction) -> Collective:
+    m = Modifiers(ins)
+    if m.take("warp"):
+        m.take("sync") or m.finish(0)
+        return warp_barrier(build, ins, m)
+    if m.take("cluster"):
+        return _cluster(ins, m)
+    aligned = ins.base == "bar"
+    m.take("cta")
+    action = m.take("sync", "arrive", "red")
+    operation = m.take("popc", "and", "or") if action == "red" else ""
+    aligned = bool(m.take("aligned")) or aligned
+    operands = list(ins.operands)
+    note: tuple[str, int, int] | None = None
+    if action == "red":
+        kind = m.type()
+        d = build.destination(operands.pop(0), kind, ins)
+        predicate = operands.pop()
+        if not operation or isinstance(predicate, ptx.Negated):
+            raise m.unsupported()
+        note = (operation, d, build.source(predicate, "pred", ins))
+    m.finish()
+    if not action or len(operands) not in (1, 2) or (action == "arrive" and len(operands) != 2):
+        raise m.unsupported()
+    number = build.source(operands[0], "u32", ins)
+    count = build.source(operands[1], "u32", ins) if len(operands) == 2 else None
+    del aligned  # both forms need whole warps here: the hardware counts an unaligned barrier by warps as well
+
+    def run(f: Fragment) -> list[Fragment]:
+        machine = f.machine
+        ready, rest = machine.barriers.split_whole_warps(f, machine.program.blocks[f.pc].live_in)
+        if rest is not None:
+            machine.park(rest)
+        if ready is None:
+            return []
+        numbers = ready.regs[number]
+        counts = ready.regs[count] if count is not None else np.zeros(1, np.uint32)
+        if numbers.shape[0] == 1 and counts.shape[0] == 1:
+            groups = [(ready, int(numbers[0]), int(counts[0]))]
+        else:
+            key = np.broadcast_to(numbers, (ready.n,)).astype(np.int64) << 32 | np.broadcast_to(counts, (ready.n,)).astype(np.int64)
+            live = machine.program.blocks[ready.pc].live_in
+            groups = [(ready.take(np.flatnonzero(key == k), live, ready.pc), int(k) >> 32, int(k) & 0xFFFFFFFF) for k in np.unique(key)]
+        passing = []
+        for part, which, expected in groups:
+            if which >= 16:
+                raise AccessFault("barrier mismatch", 0, f"barrier {which}; there are 16")
+            if expected % 32:
+                raise AccessFault("barrier mismatch", 0, f"thread count {expected} is no multiple of the warp size")
+            if action == "arrive":
+                machine.barriers.arrive(part, which, expected, wait=False)
+                passing.append(part)
+            else:
+                machine.barriers.arrive(part, which, expected, wait=True, note=note)
+        return passing
+
+    return run
+
+
+def _cluster(ins: ptx.Instruction, m: Modifiers) -> Collective:
+    action = m.take("arrive", "wait")
+    order = m.take("release", "relaxed", "acquire")
+    m.take("aligned")
+    m.finish(0)
+    if action == "arrive":
+
+        def arrive(f: Fragment) -> list[Fragment]:
+            ready, rest = f.machine.barriers.split_whole_warps(f, f.machine.program.blocks[f.pc].live_in)
+            if rest is not None:
+                f.machine.park(rest)
+            if ready is None:
+                return []
+            ready.machine.clusters.arrive(ready, order != "relaxed")
+            return [ready]
+
+        return arrive
+    if action == "wait":
+        return lambda f: f.machine.clusters.wait(f)
+    raise m.unsupported()
+
+
+# ---- mbarriers
+
+
+def shared_places(f: Fragment, address: np.ndarray, generic: bool) -> np.ndarray:
+    """Byte positions of mbarriers in the chunk's shared memory, one per lane."""
+    if generic:
+        if (address >> U64(60) != 1).any():
+            raise AccessFault("mbarrier", 0, "address outside shared memory", "shared memory")
+        address = address - U64(SHARED_WINDOW)
+    return np.broadcast_to(f.machine.shared.place(f, address, 8)[0], (f.n,))
+
+
+def state_token(place: int, phase: int) -> int:
+    return (phase << 40) | (place & 0xFFFFFFFFFF)
+
+
+@collective("mbarrier")
+def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
+    m = Modifiers(ins)
+    action = m.take("init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait", "pending_count")
+    if action == "arrive" and m.take("expect_tx"):
+        action = "arrive.expect_tx"
+    parity = m.take("parity")
+    no_complete = m.take("noComplete")
+    order = m.take("acquire", "release", "relaxed")
+    m.take("cta", "cluster")
+    space = m.take("shared::cluster", "shared::cta", "shared")
+    m.type()
+    m.finish()
+    if no_complete or action in ("arrive_drop", "pending_count", ""):
+        raise m.unsupported()
+    operands = list(ins.operands)
+    if action in ("test_wait", "try_wait"):
+        return _wait(build, ins, operands, space, bool(parity), order != "relaxed", action == "try_wait")
+    d = None
+    if action.startswith("arrive") and not isinstance(operands[0], ptx.Address):
+        target = operands.pop(0)
+        d = None if isinstance(target, ptx.Symbol) else build.destination(target, "b64", ins)
+    where = address_of(build, ins, operands[0], "shared" if space else "generic")
+    amount = build.source(operands[1], "u32", ins) if len(operands) > 1 else None
+    if action in ("init", "expect_tx", "complete_tx", "arrive.expect_tx") and amount is None:
+        raise m.unsupported()
+
+    def run(f: Fragment) -> list[Fragment]:
+        machine = f.machine
+        bars = machine.mbarriers
+        places = shared_places(f, where(f), not space)
+        amounts = f.full(amount) if amount is not None else np.ones(f.n, np.uint32)
+        tokens = np.zeros(f.n, U64)
+        for i in range(f.n):
+            place, value, warp = int(places[i]), int(amounts[i]), int(f.lanes[i]) // 32
+            if action == "init":
+                if machine.races:
+                    one = f.take(np.array([i]), [], f.pc)
+                    machine.races.write(one, places[i : i + 1], 8)
+                bars.initialise(place, value, i)
+            elif action == "inval":
+                bars.get(place, i)
+                del bars.objects[place]
+            elif action == "expect_tx":
+                bars.get(place, i).bytes += value
+            elif action == "complete_tx":
+                bars.transfer(place, value, i)
+            else:
+                expect = value if action == "arrive.expect_tx" else 0
+                count = 1 if expect or action == "arrive.expect_tx" else value
+                tokens[i] = state_token(place, bars.arrive(place, warp, i, count, expect, release=order != "relaxed"))
+        if d is not None:
+            f.regs[d] = tokens
+        return [f]
+
+    return run
+
+
+def _wait(build: Build, ins: ptx.Instruction, operands: list, space: str, parity: bool, acquire: bool, blocking: bool) -> Collective:
+    p = build.destination(operands[0], "pred", ins)
+    where = address_of(build, ins, operands[1], "shared" if space else "generic")
+    wanted = build.source(operands[2], "u32" if parity else "b64", ins)
+    if len(operands) > 3:
+        build.source(operands[3], "u32", ins)  # time limit
+
+    def run(f: Fragment) -> list[Fragment]:
+        machine = f.machine
+        bars = machine.mbarriers
+        places, values = shared_places(f, where(f), not space), f.full(wanted)
+        done = np.zeros(f.n, bool)
+        known: dict[tuple[int, int], bool] = {}
+        for i in range(f.n):
+            key = (int(places[i]), int(values[i]))
+            if key not in known:
+                phase = key[1] & 1 if parity else (key[1] >> 40) & 1
+                known[key] = bars.done(key[0], phase, i)
+            done[i] = known[key]
+        f.regs[p] = done
+        if acquire and done.any():
+            for warp, place in sorted({(int(lane) // 32, int(q)) for lane, q in zip(f.lanes[done], places[done], strict=True)}):
+                bars.acquire(place, warp)
+        if done.all():
+            return [f]
+        # A try_wait that fails suspends the thread; here it stays until something has changed, then goes on with false.
+        live = machine.program.blocks[f.pc].live_in
+        after = machine.program.blocks[f.pc + 1].live_in
+        late = f.take(np.flatnonzero(~done), live, f.pc)
+        if machine.retried(late):
+            late.regs[p] = np.zeros(late.n, bool)
+            out = [late]
+        else:
+            machine.poll(late)
+            out = []
+        if done.any():
+            out.append(f.take(np.flatnonzero(done), sorted({*after, p}), f.pc))
+        return out
+
+    return run

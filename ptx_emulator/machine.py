@@ -1,0 +1,309 @@
+"""Executes a chunk of blocks: which threads run next, who waits for whom, what a stall means.
+
+The fragment at the lowest program counter runs next, so threads that took the longer way are met again where the ways join.
+Instructions that wait for other threads (barriers, shuffles, mbarrier waits) park fragments; when nothing can run any more and
+threads are still parked, the kernel is at fault and the report says who waits where.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ptx_emulator.barriers import ClusterBarriers, NamedBarriers
+from ptx_emulator.faults import KernelFault
+from ptx_emulator.fragment import Fragment, merge
+from ptx_emulator.instructions.copies import CopyGroups
+from ptx_emulator.mbarriers import MBarriers
+from ptx_emulator.memory import AccessFault, Memory
+from ptx_emulator.parser import Instruction
+from ptx_emulator.program import WAITED, Program
+from ptx_emulator.races import RaceChecker
+from ptx_emulator.shared import LocalMemory, SharedMemory
+from ptx_emulator.specials import special_value
+
+_SPIN_LIMIT = 64  # polls in a row that change nothing before a wait counts as a deadlock
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the host asked for; `parameters` is the kernel's parameter buffer, `approximation` "nearest", "low" or "high"."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    dynamic_shared: int
+    parameters: bytes
+    pdl: bool = False
+    approximation: str = "nearest"
+    check_races: bool = True
+
+    @property
+    def threads(self) -> int:
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+
+@dataclass
+class Counters:
+    """Per basic block: how often it ran, and for how many threads; and bytes moved."""
+
+    runs: np.ndarray
+    lanes: np.ndarray
+    loaded: int = 0
+    stored: int = 0
+    accesses: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Machine:
+    """Runs the blocks with coordinates `coordinates` ([n, 3], whole clusters, rank order inside each)."""
+
+    def __init__(self, program: Program, launch: Launch, memory: Memory, coordinates: np.ndarray, counters: Counters) -> None:
+        self.program, self.launch, self.memory, self.counters = program, launch, memory, counters
+        self.block_coordinates = coordinates
+        self.block_count = coordinates.shape[0]
+        self.block_lanes = -(-launch.threads // 32) * 32
+        self.warps_per_block = self.block_lanes // 32
+        lanes = np.arange(self.block_count * self.block_lanes, dtype=np.int32)
+        thread = lanes % self.block_lanes
+        lanes = lanes[thread < launch.threads]
+        self.lane_thread = (lanes % self.block_lanes).astype(np.int64)
+        self.lane_block = (lanes // self.block_lanes).astype(np.int64)
+        total = self.block_count * self.block_lanes
+        self.alive = np.zeros(total, bool)
+        self.alive[lanes] = True
+        self.parameters = np.frombuffer(launch.parameters + bytes(16), np.uint8)
+        self.shared = SharedMemory(self.block_count, program.build.dynamic_start + launch.dynamic_shared, launch.cluster_size)
+        self.local = LocalMemory(total, program.build.local_bytes)
+        self.races = RaceChecker(self) if launch.check_races else None
+        self.barriers = NamedBarriers(self)
+        self.clusters = ClusterBarriers(self)
+        self.mbarriers = MBarriers(self)
+        self.waited_blocks = np.zeros(self.block_count, bool)
+        self.ready: dict[int, list[Fragment]] = {}
+        self.heap: list[int] = []
+        self.parked: dict[int, list[Fragment]] = {}
+        self.polling: list[Fragment] = []
+        self.copies: CopyGroups | None = None  # cp.async groups, from the first copy on
+        self.events = 0
+        self.giving_up = False  # pollers go on with "not yet": nothing else can run
+        self.current: Instruction | None = None
+        regs = list(program.initial)
+        regs[WAITED] = np.array([False])
+        for name, slot in program.specials.items():
+            regs[slot] = special_value(name, self)
+        self.enqueue(Fragment(0, lanes, regs, self))
+
+    # ---- scheduling
+
+    def enqueue(self, f: Fragment) -> None:
+        if f.pc in self.ready:
+            self.ready[f.pc].append(f)
+        else:
+            self.ready[f.pc] = [f]
+            heapq.heappush(self.heap, f.pc)
+
+    def park(self, f: Fragment) -> None:
+        """Keep a fragment at its instruction until other threads arrive there."""
+        self.parked.setdefault(f.pc, []).append(f)
+
+    def poll(self, f: Fragment) -> None:
+        """Keep a fragment at its mbarrier wait until something changes."""
+        self.polling.append(f)
+
+    def retried(self, f: Fragment) -> bool:
+        """Whether a waiting thread should go on with the answer "not yet"."""
+        return self.giving_up
+
+    def run(self) -> None:
+        """Execute until every thread has left; raises `KernelFault`."""
+        with np.errstate(all="ignore"):
+            self._run()
+
+    def _run(self) -> None:
+        blocks = self.program.blocks
+        spins, seen, polled = 0, -1, -1
+        while True:
+            if not self.heap:
+                if self.mbarriers.complete_pending():
+                    self._requeue_polling()
+                    continue
+                if self.polling and polled != self.events:
+                    polled = self.events
+                    self._requeue_polling()
+                    continue
+                if self.polling:
+                    spins = spins + 1 if seen == self.events else 0
+                    seen = self.events
+                    if spins < _SPIN_LIMIT:
+                        self.giving_up = True
+                        self._requeue_polling()
+                        self._drain()
+                        self.giving_up = False
+                        continue
+                if self.polling or self.parked or self.barriers.waiting or self.clusters.waiting:
+                    self._deadlock()
+                break
+            self._next(blocks)
+        self._finish()
+
+    def _next(self, blocks) -> None:
+        pc = heapq.heappop(self.heap)
+        parts = self.ready.pop(pc) + self.parked.pop(pc, [])
+        f = parts[0] if len(parts) == 1 else merge(parts, blocks[pc].live_in)
+        self._run_block(f, blocks[pc])
+
+    def _drain(self) -> None:
+        """Let each poller pass its wait once."""
+        for _ in range(len(self.heap)):
+            self._next(self.program.blocks)
+
+    def _requeue_polling(self) -> None:
+        waiting, self.polling = self.polling, []
+        for f in waiting:
+            self.enqueue(f)
+
+    def _run_block(self, f: Fragment, block) -> None:
+        index = block.index
+        self.counters.runs[index] += 1
+        self.counters.lanes[index] += f.n
+        step_index = 0
+        try:
+            if block.collective is not None:
+                self.current = block.instructions[0]
+                for out in block.collective(f):
+                    out.pc = index + 1
+                    self.enqueue(out)
+                return
+            for step in block.steps:
+                step(f)
+                step_index += 1  # noqa: SIM113  (read by the handler below)
+        except AccessFault as fault:
+            ins = block.instructions[step_index]
+            raise self.fault(fault.check, fault.message, f, fault.index, ins, fault.tensor) from None
+        if block.ends:
+            if block.trap:
+                raise self.fault("trap", "the kernel stopped itself", f, 0, block.instructions[-1])
+            self.exit(f)
+        elif block.table:
+            self._branch_table(f, block)
+        elif block.condition is None:
+            f.pc = block.target if block.target is not None else index + 1
+            self.enqueue(f)
+        else:
+            self._branch(f, block)
+
+    def _branch(self, f: Fragment, block) -> None:
+        blocks = self.program.blocks
+        taken = f.regs[block.condition]
+        if block.negated:
+            taken = ~taken
+        after = block.index + 1
+        if taken.all():
+            f.pc = block.target
+            self.enqueue(f)
+        elif not taken.any():
+            f.pc = after
+            self.enqueue(f)
+        else:
+            self.enqueue(f.take(np.flatnonzero(taken), blocks[block.target].live_in, block.target))
+            self.enqueue(f.take(np.flatnonzero(~taken), blocks[after].live_in, after))
+
+    def _branch_table(self, f: Fragment, block) -> None:
+        which = f.full(block.condition)
+        if (which >= len(block.table)).any():
+            i = int(np.flatnonzero(which >= len(block.table))[0])
+            raise self.fault("out of bounds", f"indexed branch {int(which[i])} of {len(block.table)}", f, i, block.instructions[-1])
+        for value in np.unique(which):
+            target = block.table[int(value)]
+            self.enqueue(f.take(np.flatnonzero(which == value), self.program.blocks[target].live_in, target))
+
+    def exit(self, f: Fragment) -> None:
+        waited = f.full(WAITED)
+        self.waited_blocks[f.blocks[waited]] = True
+        self.alive[f.lanes] = False
+        self.events += 1
+        if self.races:
+            self.races.exited(f)
+        self.barriers.release_ready()
+        self.clusters.release_ready()
+
+    def warps(self, f: Fragment) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of a fragment: warp numbers, first position of each warp, and the bit mask of lanes present."""
+        warp = f.lanes // 32
+        first = np.flatnonzero(np.r_[True, warp[1:] != warp[:-1]])
+        bits = np.uint64(1) << (f.lanes % 32).astype(np.uint64)
+        return warp[first], first, np.add.reduceat(bits, first)
+
+    def alive_bits(self, warps: np.ndarray) -> np.ndarray:
+        """Bit masks of the lanes of these warps that have not left."""
+        rows = self.alive.reshape(-1, 32)[warps]
+        return (rows.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1, dtype=np.uint64)
+
+    # ---- ends
+
+    def _finish(self) -> None:
+        if self.launch.pdl and not self.waited_blocks.all():
+            block = int(np.flatnonzero(~self.waited_blocks)[0])
+            raise KernelFault(
+                "missing griddepcontrol.wait",
+                "a block leaves without waiting for the kernels before it, so kernels after it may start too early",
+                block=self.coordinates(block),
+                kernel=self.program.kernel.name,
+            )
+        self.mbarriers.finish()
+        if self.races:
+            self.races.finish()
+
+    def _deadlock(self) -> None:
+        lines: list[str] = []
+        first: tuple[Fragment, Instruction] | None = None
+        kinds = []
+        groups = [("diverged", f) for parts in self.parked.values() for f in parts]
+        groups += [("mbarrier", f) for f in self.polling]
+        groups += [("barrier", f) for f in self.barriers.fragments()] + [("cluster barrier", f) for f in self.clusters.waiting]
+        for kind, f in groups:
+            ins = self.program.blocks[f.pc].instructions[0]
+            if first is None:
+                first = (f, ins)
+                kinds.append(kind)
+            for block in np.unique(f.blocks)[:2]:
+                count = int((f.blocks == block).sum())
+                where = f"block {self.coordinates(int(block))}: {count} of {self.launch.threads} threads"
+                lines.append(f"{where} wait at line {ins.line} ({ins.text})")
+        block = int(first[0].blocks[0])
+        left = self.launch.threads - int(self.alive.reshape(self.block_count, -1)[block].sum())
+        if left:
+            lines.append(f"block {self.coordinates(block)}: {left} threads have left")
+        check = {"diverged": "divergent barrier", "barrier": "barrier mismatch", "cluster barrier": "barrier mismatch"}.get(
+            kinds[0], "deadlock"
+        )
+        raise self.fault(check, "threads wait for others that never come\n    " + "\n    ".join(lines[:12]), first[0], 0, first[1])
+
+    # ---- reports
+
+    def coordinates(self, block: int) -> tuple[int, int, int]:
+        return tuple(int(v) for v in self.block_coordinates[block])  # type: ignore[return-value]
+
+    def thread(self, lane: int) -> tuple[int, int, int]:
+        t = lane % self.block_lanes
+        x, y, _ = self.launch.block
+        return (t % x, t // x % y, t // (x * y))
+
+    def fault(self, check: str, message: str, f: Fragment, position: int, ins: Instruction, tensor: str = "") -> KernelFault:
+        lane = int(f.lanes[min(position, f.n - 1)])
+        return KernelFault(
+            check,
+            message,
+            line=ins.line,
+            text=ins.text,
+            kernel=self.program.kernel.name,
+            block=self.coordinates(lane // self.block_lanes),
+            thread=self.thread(lane),
+            tensor=tensor,
+        )

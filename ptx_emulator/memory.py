@@ -1,0 +1,273 @@
+"""Global memory as a sparse space of named buffers.
+
+A buffer is host memory seen at a device address. Addresses outside all buffers do not exist, so a pool that spans gigabytes
+costs only the pages that are touched. A buffer may be a strided view: bytes between its rows belong to nobody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ptx_emulator.faults import LaunchError
+
+_DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+FOREIGN = 1  # shadow bit: the kernel must not write this byte
+UNWRITTEN = 2  # shadow bit: nobody has written this byte yet
+
+
+class AccessFault(Exception):
+    """A bad access of the lane at position `index` of the fragment."""
+
+    def __init__(self, check: str, index: int, message: str, tensor: str = "") -> None:
+        self.check, self.index, self.message, self.tensor = check, index, message, tensor
+        super().__init__(message)
+
+
+@dataclass
+class Buffer:
+    """One named buffer.
+
+    name       what faults call it
+    address    device address of its first byte
+    host       address of the same byte in this process
+    layout     ((stride, size), ...) in bytes, outermost first, of the dimensions that are not contiguous
+    inner      contiguous bytes at each point of `layout`
+    writable   False: any store is a fault
+    """
+
+    name: str
+    address: int
+    host: int
+    inner: int
+    layout: tuple[tuple[int, int], ...] = ()
+    writable: bool = True
+    description: str = ""
+    keep: object = None
+    shadow: np.ndarray | None = None
+    views: dict[int, np.ndarray] = field(default_factory=dict)
+    shadow_views: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.address - self.host) % 32:
+            raise LaunchError(f"buffer {self.name!r}: device address {self.address:#x} and host memory differ in alignment modulo 32")
+        if any(stride < 0 for stride, _ in self.layout):
+            raise LaunchError(f"buffer {self.name!r}: negative strides")
+        self.layout = tuple(sorted(((s, n) for s, n in self.layout if n > 1), reverse=True))
+        self.span = self.inner + sum(stride * (size - 1) for stride, size in self.layout) if self.inner else 0
+        self.end = self.address + self.span
+        self.offset = self.host % 32  # bytes in front of the first one, so that views of any width are aligned
+        self.origin = self.address - self.offset
+        self.length = -(-(self.offset + self.span) // 32) * 32
+        if self.span:
+            raw = np.ctypeslib.as_array((ctypes.c_uint8 * self.length).from_address(self.host - self.offset))
+            self.views = {w: raw.view(d) for w, d in _DTYPES.items()}
+
+    def contains(self, address: np.ndarray, nbytes: int) -> np.ndarray:
+        """Which accesses of `nbytes` at `address` lie inside, each within one contiguous piece."""
+        inside = (address >= np.uint64(self.address)) & (address <= np.uint64(max(self.end - nbytes, 0)))
+        if self.span < nbytes:
+            return np.zeros(address.shape, bool)
+        if not self.layout:
+            return inside
+        rest = np.where(inside, address - np.uint64(self.address), np.uint64(0))
+        for stride, size in self.layout:
+            count = rest // np.uint64(stride) if stride else np.zeros_like(rest)
+            count = np.minimum(count, np.uint64(size - 1))
+            rest = rest - count * np.uint64(stride)
+        return inside & (rest + np.uint64(nbytes) <= np.uint64(self.inner))
+
+    def mark(self, bit: int, value: bool, mask: np.ndarray | slice | None = None) -> None:
+        """Set or clear a shadow bit; `mask` selects bytes of the span (all without it)."""
+        if self.span == 0:
+            return
+        if self.shadow is None:
+            self.shadow = np.zeros(self.length, np.uint8)
+            self.shadow_views = {w: self.shadow.view(d) for w, d in _DTYPES.items()}
+        part = self.shadow[self.offset : self.offset + self.span]
+        where = slice(None) if mask is None else mask
+        if value:
+            part[where] |= np.uint8(bit)
+        else:
+            part[where] &= np.uint8(0xFF ^ bit)
+
+
+class Memory:
+    """All buffers of a launch. Use `add_array` / `add_tensor`, or hand in `Buffer`s."""
+
+    def __init__(self, buffers: Sequence[Buffer] = ()) -> None:
+        self.buffers: list[Buffer] = list(buffers)
+        self.last: Buffer | None = None
+        self._next = 0x0000_1000_0000_0000
+
+    def invent(self, host: int, nbytes: int) -> int:
+        """A free device address with the alignment of `host` modulo 256, a gigabyte away from any other."""
+        address = self._next + host % 256
+        self._next = -(-(address + nbytes + (1 << 30)) // (1 << 21)) * (1 << 21)
+        return address
+
+    def add_array(self, name: str, array: np.ndarray, *, address: int | None = None, writable: bool = True) -> int:
+        """Map a NumPy array; returns its device address (invented unless given)."""
+        return self._add(name, array.ctypes.data, array.itemsize, array.shape, array.strides, address, writable, array, array.dtype)
+
+    def add_tensor(
+        self, name: str, tensor: object, *, address: int | None = None, writable: bool = True, at_own_address: bool = False
+    ) -> int:
+        """Map a CPU torch tensor, strides respected; returns its device address."""
+        size = tensor.element_size()  # type: ignore[attr-defined]
+        strides = tuple(s * size for s in tensor.stride())  # type: ignore[attr-defined]
+        host = tensor.data_ptr()  # type: ignore[attr-defined]
+        if at_own_address:
+            address = host
+        shape, dtype = tuple(tensor.shape), tensor.dtype  # type: ignore[attr-defined]
+        return self._add(name, host, size, shape, strides, address, writable, tensor, dtype)
+
+    def _add(self, name, host, itemsize, shape, strides, address, writable, keep, dtype) -> int:
+        layout, inner = contiguous_part(itemsize, shape, strides)
+        buffer = Buffer(name, 0 if address is None else address, host, inner, layout, writable, keep=keep) if address is not None else None
+        if buffer is None:
+            span = inner + sum(s * (n - 1) for s, n in layout)
+            buffer = Buffer(name, self.invent(host, span), host, inner, layout, writable, keep=keep)
+        buffer.description = f"{tuple(shape)} {dtype} strides {tuple(s // itemsize for s in strides)}"
+        self.buffers.append(buffer)
+        return buffer.address
+
+    def find(self, name: str) -> Buffer:
+        for buffer in self.buffers:
+            if buffer.name == name:
+                return buffer
+        raise KeyError(name)
+
+    # ---- access
+
+    def _resolve(self, address: np.ndarray, nbytes: int) -> list[tuple[Buffer, np.ndarray | None]]:
+        bits = int(np.bitwise_or.reduce(address))
+        if bits & (nbytes - 1):
+            i = int(np.flatnonzero(address & np.uint64(nbytes - 1))[0])
+            tensor = self.describe(int(address[i]), nbytes)
+            raise AccessFault("misaligned access", i, f"{nbytes} bytes at {tensor[1]}", tensor[0])
+        low, high = int(address.min()), int(address.max()) + nbytes
+        last = self.last
+        if last is not None and last.address <= low and high <= last.end and (not last.layout or last.contains(address, nbytes).all()):
+            return [(last, None)]
+        for buffer in self.buffers:
+            if buffer.address <= low and high <= buffer.end and (not buffer.layout or buffer.contains(address, nbytes).all()):
+                self.last = buffer
+                return [(buffer, None)]
+        found: list[tuple[Buffer, np.ndarray | None]] = []
+        rest = np.arange(address.shape[0])
+        for buffer in self.buffers:
+            if buffer.end <= low or buffer.address >= high:
+                continue
+            inside = buffer.contains(address[rest], nbytes)
+            if inside.any():
+                found.append((buffer, rest[inside]))
+                rest = rest[~inside]
+                if not rest.size:
+                    return found
+        i = int(rest[0])
+        tensor = self.describe(int(address[i]), nbytes)
+        raise AccessFault("out of bounds", i, f"{nbytes} bytes at {tensor[1]}", tensor[0])
+
+    def describe(self, address: int, nbytes: int) -> tuple[str, str]:
+        """Name of the buffer nearest to an address, and the address in words."""
+        best: tuple[int, Buffer] | None = None
+        for b in self.buffers:
+            distance = max(b.address - address, address - (b.end - 1), 0)
+            if best is None or distance < best[0]:
+                best = (distance, b)
+        if best is None:
+            return "", f"{address:#x}; there are no buffers"
+        distance, b = best
+        offset = address - b.address
+        if distance > 1 << 40:
+            return "", f"{address:#x}, in no buffer"
+        if 0 <= offset < b.span:
+            rest, index = offset, []
+            for stride, size in b.layout:
+                count = min(rest // stride, size - 1) if stride else 0
+                index.append(count)
+                rest -= count * stride
+            inner = f"byte {rest} of {b.inner}" + (f" at index {tuple(index)}" if index else "")
+            return b.name, f"offset {offset} ({inner}) of {b.name!r} {b.description}"
+        side = f"{-offset} bytes before the start" if offset < 0 else f"{offset - b.span} bytes past the end"
+        return b.name, f"{address:#x}, {side} of {b.name!r} {b.description}, {b.span} bytes"
+
+    def load(self, address: np.ndarray, width: int, count: int) -> list[np.ndarray]:
+        """`count` consecutive elements of `width` bytes per address."""
+        parts = self._resolve(address, width * count)
+        shift = np.uint64(width.bit_length() - 1)
+        results: list[np.ndarray] = []
+        for buffer, index in parts:
+            mine = address if index is None else address[index]
+            place = ((mine - np.uint64(buffer.origin)) >> shift).astype(np.int64)
+            if buffer.shadow is not None:
+                self._check_written(buffer, place, index, width, count, address)
+            view = buffer.views[width]
+            loaded = [view[place + k] if k else view[place] for k in range(count)]
+            if index is None:
+                return loaded
+            if not results:
+                results = [np.empty(address.shape[0], v.dtype) for v in loaded]
+            for out, v in zip(results, loaded, strict=True):
+                out[index] = v
+        return results
+
+    def _check_written(self, buffer, place, index, width, count, address) -> None:
+        shadow = buffer.shadow_views[width]
+        pattern = shadow.dtype.type(int.from_bytes(bytes([UNWRITTEN]) * width, "little"))
+        for k in range(count):
+            bad = shadow[place + k] & pattern
+            if bad.any():
+                i = int(np.flatnonzero(bad)[0])
+                i = i if index is None else int(index[i])
+                where = self.describe(int(address[i]) + k * width, width)[1]
+                raise AccessFault("uninitialised read", i, f"nobody has written {where}", buffer.name)
+
+    def store(self, address: np.ndarray, width: int, values: list[np.ndarray]) -> None:
+        """Store one element of `width` bytes per entry of `values`, consecutive, at each address."""
+        shift = np.uint64(width.bit_length() - 1)
+        count = len(values)
+        for buffer, index in self._resolve(address, width * count):
+            mine = address if index is None else address[index]
+            place = ((mine - np.uint64(buffer.origin)) >> shift).astype(np.int64)
+            if not buffer.writable:
+                i = 0 if index is None else int(index[0])
+                raise AccessFault("write to read-only tensor", i, self.describe(int(address[i]), width)[1], buffer.name)
+            if buffer.shadow is not None:
+                self._check_owned(buffer, place, index, width, count, address)
+            view = buffer.views[width]
+            for k, value in enumerate(values):
+                view[place + k] = value if index is None or value.shape[0] == 1 else value[index]
+
+    def _check_owned(self, buffer, place, index, width, count, address) -> None:
+        shadow = buffer.shadow_views[width]
+        pattern = shadow.dtype.type(int.from_bytes(bytes([FOREIGN]) * width, "little"))
+        clear = shadow.dtype.type(int.from_bytes(bytes([0xFF ^ UNWRITTEN]) * width, "little"))
+        for k in range(count):
+            now = shadow[place + k]
+            bad = now & pattern
+            if bad.any():
+                i = int(np.flatnonzero(bad)[0])
+                i = i if index is None else int(index[i])
+                where = self.describe(int(address[i]) + k * width, width)[1]
+                raise AccessFault("write outside the owned rows", i, where, buffer.name)
+            shadow[place + k] = now & clear
+
+
+def contiguous_part(itemsize: int, shape: Sequence[int], strides: Sequence[int]) -> tuple[tuple[tuple[int, int], ...], int]:
+    """Split a strided shape into outer (stride, size) pairs and the bytes that are contiguous at each of their points."""
+    if 0 in shape:
+        return (), 0
+    dims = sorted((s, n) for n, s in zip(shape, strides, strict=True) if n > 1 and s != 0)
+    inner = itemsize
+    outer = []
+    for stride, size in dims:
+        if stride == inner and not outer:
+            inner *= size
+        else:
+            outer.append((stride, size))
+    return tuple(sorted(outer, reverse=True)), inner
