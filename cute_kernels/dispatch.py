@@ -308,6 +308,7 @@ def decode(
     """`ops.decode`: checks, chooses the path, and runs decode rows and prefill rows as two calls."""
     a = locals()
     validate.one_of("backend", backend, ("auto", "flashinfer", "reference"))
+    validate.on_cpu_or_cuda("q", q)
     validate.decode(a, flashinfer_backend.ACCEPTED_HEADS)
     device, heads = q.device, q.shape[1]
     num_heads = heads if num_heads is None else num_heads

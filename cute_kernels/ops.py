@@ -7,6 +7,7 @@ guarded by the compiled function itself; when it refuses, `validate` names the a
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -163,6 +164,7 @@ def qkv_insert(
     """
     a = locals()
     validate.one_of("backend", backend, ("auto", "reference"))
+    validate.on_cpu_or_cuda("q", q)
     validate.qkv_insert(a)
     resolved = dispatch.resolve_target(q.device, target) if q.device.type == "cpu" or backend == "auto" else dispatch.named_target(target)
     dispatch.require_format(format_of(kv_cache), resolved)
@@ -267,7 +269,7 @@ class _Operation:
 
     def run(self, a: Mapping[str, Any]) -> Any:
         """Checks, then runs on the device of the anchor."""
-        anchor = validate.tensor(self.anchor, a[self.anchor])
+        anchor = validate.on_cpu_or_cuda(self.anchor, a[self.anchor])
         target = dispatch.resolve_target(anchor.device, a["target"])
         if anchor.device.type == "cpu":
             self.check(a, target)
@@ -316,6 +318,13 @@ def _reference_call(name: str, a: Mapping[str, Any], **more: Any) -> Any:
     return function(**given, **more)
 
 
+@functools.lru_cache(maxsize=256)
+def _inverse_scale(scale: float | None) -> float:
+    from cute_kernels.reference.quant import inverse_scale
+
+    return inverse_scale(scale)
+
+
 def _check_compress_store(a: Mapping[str, Any], target: Target | None) -> None:
     validate.compress_store(a)
     dispatch.require_format(format_of(a["kv_cache"]), target)
@@ -338,7 +347,7 @@ def _plan_compress_store(a: Mapping[str, Any], target: Target, vectors: tuple[va
     )
     more = {
         "eps": float(a["eps"]),
-        "inverse_kv_scale": 1.0 if a["kv_scale"] is None else float(torch.tensor(1.0) / torch.tensor(float(a["kv_scale"]))),
+        "inverse_kv_scale": _inverse_scale(a["kv_scale"]),
         "rollback": save.rollback,
         "prefix_stride": save.prefix_stride,
     }

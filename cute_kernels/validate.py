@@ -441,6 +441,13 @@ def tensor(name: str, value: Any) -> torch.Tensor:
     return value
 
 
+def on_cpu_or_cuda(name: str, value: Any) -> torch.Tensor:
+    """A tensor on a device that some path serves."""
+    if tensor(name, value).device.type not in ("cpu", "cuda"):
+        raise InvalidArgument(name, f"device {value.device}", "cpu or cuda")
+    return value
+
+
 def _geometry(name: str, value: Any) -> None:
     if not isinstance(value, PoolGeometry):
         raise InvalidArgument(
