@@ -64,12 +64,10 @@ def sparse_indices(
     window_part = _compact(_encode(page, p % window.page_rows, window, combined), valid, rows, WINDOW)
 
     compressed_part = None
-    if source is not IdSource.NONE:
+    count = 0 if source is IdSource.NONE else _compressed_width(source, ids, width)
+    if count:
         if compressed is None:
             raise InvalidArgument("compressed", None, f"the compressed pool's geometry, needed by {source}")
-        if source is not IdSource.ALL_GROUPS and ids is None:
-            raise InvalidArgument("ids", None, f"int32 [rows, k], needed by {source}")
-        count = _compressed_width(0 if ids is None else ids.shape[1], width)
         if ids is None or source is IdSource.ALL_GROUPS:
             entries = torch.arange(count, device=device).expand(known, count)
         else:
@@ -96,11 +94,15 @@ def sparse_indices(
     return result if out is None else _copy_into(out, result)
 
 
-def _compressed_width(ids: int, width: int | None) -> int:
-    """Columns of the compressed part, a multiple of 4."""
-    width = ids if width is None else width
-    if width < max(ids, 1):
-        raise InvalidArgument("width", width, f"at least {max(ids, 1)} columns", hint="a table has to hold every id it is given")
+def _compressed_width(source: IdSource, ids: torch.Tensor | None, width: int | None) -> int:
+    """Columns of the compressed part, a multiple of 4. Zero columns are no compressed part."""
+    if source is not IdSource.ALL_GROUPS and ids is None:
+        raise InvalidArgument("ids", None, f"int32 [rows, k], needed by {source}")
+    least = 1 if source is IdSource.ALL_GROUPS or ids is None else ids.shape[1]
+    if width is None and source is not IdSource.ALL_GROUPS:
+        width = least
+    if width is None or width < least:
+        raise InvalidArgument("width", width, f"at least {least} columns", hint="a table has to hold every id it is given")
     return -(-width // 4) * 4
 
 
