@@ -1,0 +1,49 @@
+"""Fake arguments of the compressor: what the compiled function promises to accept, checked on every call."""
+
+from typing import Any
+
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, cute
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.kv_format import FORMATS, HEAD_DIM, ROPE_DIM
+
+_CACHE_TYPES = {"bf16": BFloat16, "fp8": Float8E4M3FN, "fp8_ds_mla": Uint8}
+
+
+def fake_arguments(spec: CompressStoreSpec, width: int) -> list[Any]:
+    """Fake arguments in the order of `spec.argument_names`. `width` is W, half a state row.
+
+    Strides of `kv_score`, `state`, block table and cache are run-time values. The per-row tensors share no length: rows past the
+    end of any of them are padding. `spec.vector_bytes` is the alignment of everything that is accessed by vectors.
+    """
+    align = spec.vector_bytes
+
+    def tensor(dtype: Any, *shape: Any, strides: tuple = (), vectors: bool = False) -> Any:
+        size = dtype.width // 8
+        divisor = align // size if vectors else 1
+        strides = (*(cute.sym_int64(divisibility=divisor) for _ in range(len(shape) - 1)), 1) if not strides else strides
+        return make_fake_tensor(dtype, shape, stride=strides, assumed_align=align if vectors else size)
+
+    def length() -> Any:
+        return cute.sym_int()
+
+    made = {
+        "kv_score": lambda: tensor(Float32, length(), 2 * width, vectors=True),
+        "ape": lambda: tensor(Float32, spec.ratio, width, strides=(width, 1), vectors=True),
+        "state": lambda: tensor(Float32, length(), length(), 2 * width, vectors=True),
+        "state_block_table": lambda: tensor(Int32, length(), length()),
+        "positions": lambda: tensor(Int64, length()),
+        "token_to_req": lambda: tensor(Int32, length()),
+        "state_slots": lambda: tensor(Int64, length()),
+        "kv_slots": lambda: tensor(Int64, length()),
+        "seq_lens": lambda: tensor(Int32, length()),
+        "norm_weight": lambda: tensor(BFloat16, HEAD_DIM, vectors=True),
+        "cos_sin": lambda: tensor(Float32, length(), ROPE_DIM),
+        "kv_cache": lambda: tensor(_CACHE_TYPES[spec.kv_format], length(), length(), FORMATS[spec.kv_format].row_elements, vectors=True),
+        "eps": lambda: Float32(0.0),
+        "inverse_kv_scale": lambda: Float32(1.0),
+        "rollback": lambda: Int32(0),
+        "prefix_stride": lambda: Int32(0),
+    }
+    return [made[name]() for name in spec.argument_names]

@@ -1,0 +1,50 @@
+"""Global memory by 64-bit byte address: vectors in one access, scalars, and the addresses of tensor rows."""
+
+import cutlass
+from cutlass import Int32, Int64, cute
+from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, CopyR2GOp
+
+STREAM = CacheEvictionPriority.NO_ALLOCATE  # read once: leave L1 to what is read again
+KEEP = CacheEvictionPriority.EVICT_NORMAL
+
+
+def base_address(tensor: cute.Tensor) -> Int64:
+    """Byte address of a tensor's first element."""
+    return Int64(tensor.iterator.toint())
+
+
+def byte_stride(tensor: cute.Tensor, mode: int) -> Int64:
+    """Stride of one mode in bytes, 64-bit: whatever is multiplied by it cannot overflow."""
+    return Int64(tensor.stride[mode]) * (tensor.element_type.width // 8)
+
+
+def at(address: Int64, dtype, count: int, alignment: int = 0) -> cute.Tensor:
+    """`count` elements of global memory at a byte address; `alignment` in bytes, by default that of the whole vector."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=alignment or count * dtype.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout(count))
+
+
+def load_vector(address: Int64, fragment: cute.Tensor, priority=KEEP) -> None:
+    """Fill a register fragment from consecutive bytes in one access (two, where the architecture has no wide enough one)."""
+    count = cute.size(fragment)
+    dtype = fragment.element_type
+    atom = cute.make_copy_atom(CopyG2ROp(), dtype, num_bits_per_copy=count * dtype.width, l1c_evict_priority=priority)
+    cute.copy(atom, at(address, dtype, count), fragment)
+
+
+def store_vector(address: Int64, fragment: cute.Tensor) -> None:
+    """Write a register fragment to consecutive bytes in one access (two, where the architecture has no wide enough one)."""
+    count = cute.size(fragment)
+    dtype = fragment.element_type
+    atom = cute.make_copy_atom(CopyR2GOp(), dtype, num_bits_per_copy=count * dtype.width)
+    cute.copy(atom, fragment, at(address, dtype, count))
+
+
+def in_range(value, limit) -> cutlass.Boolean:
+    """0 <= value < limit for a signed value."""
+    return (value >= 0) & (value < limit)
+
+
+def extent(tensor: cute.Tensor) -> Int32:
+    """Length of a tensor's first mode."""
+    return Int32(tensor.shape[0])

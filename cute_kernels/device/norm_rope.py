@@ -1,0 +1,56 @@
+"""RMS norm and interleaved rotary embedding of a row whose columns are spread over threads."""
+
+import cutlass
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
+
+from cute_kernels.device import convert, memory
+from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
+
+
+def load_weight(norm_weight: cute.Tensor, column: Int32, count: int) -> cute.Tensor:
+    """This thread's norm weights (bf16) as fp32."""
+    weight = cute.make_rmem_tensor(cute.make_layout(count), BFloat16)
+    memory.load_vector(memory.base_address(norm_weight) + Int64(column) * 2, weight)
+    return convert.to_fp32(weight)
+
+
+@cute.jit
+def load_rotation(cos_sin: cute.Tensor, position: Int32, column: Int32, rotation: cute.Tensor):
+    """Cosines, then sines of this thread's column pairs at `position`; nothing for columns that are not rotated.
+
+    Row p of `cos_sin` is cos(p f_0) .. cos(p f_31), sin(p f_0) .. sin(p f_31); pair j is columns (448 + 2j, 449 + 2j).
+    """
+    pairs = cutlass.const_expr(cute.size(rotation) // 2)
+    if column >= NOPE_DIM:
+        row = memory.base_address(cos_sin) + Int64(position) * memory.byte_stride(cos_sin, 0)
+        first = row + Int64(column - NOPE_DIM) * 2  # half as many pairs as columns, 4 bytes each
+        cosines = memory.at(first, Float32, pairs, alignment=4)
+        sines = memory.at(first + ROPE_DIM * 2, Float32, pairs, alignment=4)
+        for j in cutlass.range_constexpr(pairs):
+            rotation[j] = cosines[j]
+            rotation[pairs + j] = sines[j]
+
+
+def square_sum(values: cute.Tensor) -> Float32:
+    """Sum of squares of a fragment, in order."""
+    total = values[0] * values[0]
+    for i in range(1, cute.size(values)):
+        total = cute.math.fma(values[i], values[i], total)
+    return total
+
+
+@cute.jit
+def normalise_rotate(values: cute.Tensor, total: Float32, eps: Float32, weight: cute.Tensor, rotated: Boolean, rotation: cute.Tensor):
+    """values = values * rsqrt(total / 512 + eps) * weight, then the rotation (a, b) -> (a c - b s, a s + b c) where `rotated`.
+
+    `total` is the sum of squares over the whole row.
+    """
+    factor = cute.math.rsqrt(cute.math.fma(total, Float32(1.0 / HEAD_DIM), eps), fastmath=True)
+    pairs = cutlass.const_expr(cute.size(values) // 2)
+    for i in cutlass.range_constexpr(2 * pairs):
+        values[i] = values[i] * factor * weight[i]
+    if rotated:
+        for j in cutlass.range_constexpr(pairs):
+            a, b, c, s = values[2 * j], values[2 * j + 1], rotation[j], rotation[pairs + j]
+            values[2 * j] = cute.math.fma(a, c, -(b * s))
+            values[2 * j + 1] = cute.math.fma(a, s, b * c)

@@ -1,0 +1,75 @@
+"""One compressed row into the cache, by format. A thread owns a few consecutive columns; each writer is a value handed to the kernel.
+
+`write(cache, slot, column, values, lane)`: `slot` lies in the pool, `values` are fp32, threads of 64 consecutive columns are
+consecutive lanes of one warp, and all of them call.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+
+from cute_kernels.device import convert, memory
+from cute_kernels.kv_format import NOPE_DIM, PACKED_DATA_BYTES, PACKED_FOOTER_BYTES, SCALE_GROUP
+
+
+def locate(cache: cute.Tensor, slot: Uint32):
+    """Page and offset of a slot. A slot of any pool that fits a GPU's memory fits 32 bits."""
+    page_rows = Uint32(cache.shape[1])
+    page = slot // page_rows
+    return page, slot - page * page_rows
+
+
+def row_address(cache: cute.Tensor, slot: Uint32) -> Int64:
+    """Byte address of a full row."""
+    page, offset = locate(cache, slot)
+    return memory.base_address(cache) + Int64(page) * memory.byte_stride(cache, 0) + Int64(offset) * memory.byte_stride(cache, 1)
+
+
+@dataclass(frozen=True)
+class Bf16Row:
+    """512 bf16 values."""
+
+    def write(self, cache, slot, column, values, lane):
+        memory.store_vector(row_address(cache, slot) + Int64(column) * 2, convert.to_bf16(values))
+
+
+@dataclass(frozen=True)
+class Fp8Row:
+    """512 E4M3 values under one scale: rounded to bf16, times the inverse scale, rounded to E4M3."""
+
+    inverse_scale: Float32
+
+    def write(self, cache, slot, column, values, lane):
+        codes = convert.to_e4m3(convert.to_fp32(convert.to_bf16(values)), self.inverse_scale)
+        memory.store_vector(row_address(cache, slot) + Int64(column), codes)
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """fp8_ds_mla: 448 E4M3 values in groups of 64 and 64 bf16 values in the data part, 7 UE8M0 scales and a zero in the footer.
+
+    Data of row i lie at page + 576 i, its footer at page + 576 page_rows + 8 i; the cache's row stride (584) is nominal.
+    """
+
+    @cute.jit
+    def write(self, cache, slot, column, values, lane):
+        lanes = cutlass.const_expr(SCALE_GROUP // cute.size(values))
+        rounded = convert.to_bf16(values)
+        page, offset = locate(cache, slot)
+        base = memory.base_address(cache) + Int64(page) * memory.byte_stride(cache, 0)
+        data = base + Int64(offset) * PACKED_DATA_BYTES
+        exact = convert.to_fp32(rounded)
+        amax = convert.magnitude(exact[0])
+        for i in cutlass.range_constexpr(1, cute.size(values)):
+            amax = cute.arch.fmax(amax, convert.magnitude(exact[i]))
+        amax = cute.arch.warp_reduction_max(amax, threads_in_group=lanes)
+        byte = convert.scale_byte(cute.arch.fmax(amax, Float32(0.0)))
+        if column < NOPE_DIM:
+            memory.store_vector(data + Int64(column), convert.to_e4m3(exact, convert.inverse_scale(byte)))
+        else:
+            memory.store_vector(data + Int64(NOPE_DIM) + Int64(column - NOPE_DIM) * 2, rounded)
+            byte = Int32(0)
+        if lane % lanes == 0:
+            footer = base + Int64(cache.shape[1]) * PACKED_DATA_BYTES + Int64(offset) * PACKED_FOOTER_BYTES
+            memory.at(footer + Int64(column // SCALE_GROUP), Uint8, 1)[0] = Uint8(byte)
