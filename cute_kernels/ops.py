@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels import dispatch, env, validate
+from cute_kernels import dispatch, env, torch_ops, validate
 from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, SparseIndicesSpec
 from cute_kernels.errors import CuteKernelsError, InvalidArgument, UnsupportedRequest
 from cute_kernels.indices import CombinedIndices, IdSource, Indices, SegmentIndices
@@ -71,9 +71,8 @@ def compress_store(
     "Compressor". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel` (frozen or capturing, and not warmed up).
     """
     if torch.compiler.is_compiling():
-        from cute_kernels import torch_ops
-
-        return torch_ops.compress_store(locals())
+        tensors = (kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache)
+        return torch_ops.compress_store(*tensors, ratio, eps, kv_scale, save, seq_lens, target)
     _COMPRESS_STORE.run(locals())
 
 
@@ -117,9 +116,8 @@ def sparse_indices(
     Source of the rules: docs/spec.md, "Index tables". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel`.
     """
     if torch.compiler.is_compiling():
-        from cute_kernels import torch_ops
-
-        return torch_ops.sparse_indices(locals())
+        tensors = (positions, token_to_req, window_block_table, ids, compressed_block_table)
+        return torch_ops.sparse_indices(*tensors, window, compressed, source, ratio, width, slots, num_rows, out, target)
     return _SPARSE_INDICES.run(locals())
 
 
@@ -229,9 +227,9 @@ def decode(
     `UnsupportedRequest`.
     """
     if torch.compiler.is_compiling():
-        from cute_kernels import torch_ops
-
-        return torch_ops.decode(locals())
+        scales = (sm_scale, q_scale, kv_scale)
+        memory = (out, workspace, counters, rope_cos_sin)
+        return torch_ops.decode(q, swa_cache, kv_cache, step, indices, num_heads, sinks, *scales, *memory, backend, target)
     return dispatch.decode(**locals())
 
 

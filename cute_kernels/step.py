@@ -67,6 +67,34 @@ class StepMetadata:
         step = cls(max(len(query_lens), 1), max(sum(query_lens), 1), device, decode_query_len=decode_query_len)
         return step.update(query_lens, seq_lens)
 
+    @classmethod
+    def from_parts(
+        cls,
+        query_start_loc: torch.Tensor,
+        prefill_query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        positions: torch.Tensor,
+        token_to_req: torch.Tensor,
+        num_decodes: int,
+        num_decode_tokens: int,
+        max_query_len: int,
+        max_decode_query_len: int,
+        decode_query_len: int,
+    ) -> StepMetadata:
+        """A step over tensors that exist already, as a traced graph hands them over: nothing is allocated or copied.
+
+        It has no `query_start_loc_cpu` and cannot be updated; `decode` reads neither.
+        """
+        step = cls.__new__(cls)
+        step.device = positions.device
+        step.query_start_loc, step.prefill_query_start_loc = query_start_loc, prefill_query_start_loc
+        step.seq_lens, step.positions, step.token_to_req = seq_lens, positions, token_to_req
+        step.num_requests, step.num_tokens = seq_lens.shape[0], positions.shape[0]
+        step.num_decodes, step.num_decode_tokens = num_decodes, num_decode_tokens
+        step.num_prefills, step.num_prefill_tokens = step.num_requests - num_decodes, step.num_tokens - num_decode_tokens
+        step.max_query_len, step.max_decode_query_len, step.decode_query_len = max_query_len, max_decode_query_len, decode_query_len
+        return step
+
     def update(
         self,
         query_lens: Sequence[int] | torch.Tensor,

@@ -1,0 +1,83 @@
+"""The calls as torch operators: registration checked by torch's own `opcheck`, and traced whole by `torch.compile`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cute_kernels as ck
+from cute_kernels import torch_ops
+from tests.cpu.test_validate import compress_arguments, index_arguments
+from tests.support.decode_case import decode_case, pool
+
+
+@pytest.fixture
+def operator_calls(monkeypatch):
+    """Arguments of each operator as the traced wrappers hand them over."""
+    calls = {}
+
+    class Recorder:
+        def __getattr__(self, name):
+            def record(*arguments):
+                calls[name] = arguments
+                return getattr(real, name)(*arguments)
+
+            return record
+
+    real = torch.ops.cute_kernels
+    monkeypatch.setattr(torch_ops.torch, "ops", type("Ops", (), {"cute_kernels": Recorder()})())
+    a = compress_arguments(kv_cache=pool("bf16", 6, 16, strided=True).clone())  # torch's checker cannot compare FP8 tensors
+    torch_ops.compress_store(*(a[n] for n in list(a)[:11]), 4, 1e-6, None, a["save"], a["seq_lens"], None)
+    b = index_arguments()
+    names = (
+        "positions",
+        "token_to_req",
+        "window_block_table",
+        "ids",
+        "compressed_block_table",
+        "window",
+        "compressed",
+        "source",
+        "ratio",
+        "width",
+    )
+    given = tuple(b[n] for n in names)
+    torch_ops.sparse_indices(*given, b["slots"], 7, None, None)
+    torch_ops.sparse_indices(*given, b["slots"], 7, b["out"], None)
+    c = decode_case("sm120", "fp8_ds_mla", 5).arguments
+    first = (c["q"], c["swa_cache"], c["kv_cache"], c["step"], c["indices"], 5, c["sinks"], 0.04, 1.0, 1.0)
+    torch_ops.decode(*first, None, None, None, None, "reference", None)
+    monkeypatch.undo()
+    return calls
+
+
+def test_opcheck(operator_calls):
+    assert set(operator_calls) == {"compress_store", "sparse_indices", "sparse_indices_out", "decode"}
+    for name, arguments in operator_calls.items():
+        operator = getattr(torch.ops.cute_kernels, name).default
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
+
+
+@pytest.mark.parametrize("family", ["sm100", "sm120"])
+def test_a_step_is_traced_whole_and_gives_what_eager_gives(family):
+    name = "fp8" if family == "sm100" else "fp8_ds_mla"
+    case = decode_case(family, "bf16" if family == "sm100" else name, 5)
+    given = case.arguments
+    a = compress_arguments(target=family)
+    if family == "sm120":
+        a |= {"kv_cache": given["kv_cache"].clone(), "kv_scale": None}
+    b = index_arguments(target=family, out=None)
+
+    def step(state, cache, q):
+        ck.compress_store(**{**a, "state": state, "kv_cache": cache})
+        tables = ck.sparse_indices(**b)
+        attended = ck.decode(**{**given, "q": q}, backend="reference")
+        return tables, attended
+
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        state, cache = a["state"].clone(), a["kv_cache"].clone()
+        tables, attended = function(state, cache, given["q"])
+        results.append([state, cache, attended, *vars(tables).values()])
+    for eager, traced in zip(*results, strict=True):
+        assert torch.equal(eager.float(), traced.float())
