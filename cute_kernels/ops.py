@@ -457,8 +457,11 @@ class Bound:
         devices = {str(t.device) for t in tensors.values()}
         if len(devices) > 1:
             raise InvalidArgument(next(iter(tensors)), f"devices {', '.join(sorted(devices))}", "one device for all tensors of a call")
-        if self._operation is None or not tensors or next(iter(tensors.values())).device.type != "cuda":
-            return
+        if self._operation is not None and tensors and next(iter(tensors.values())).device.type == "cuda":
+            self._prepare(self._operation, tensors)
+
+    def _prepare(self, operation: _Operation, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Checks the kept tensors one by one and converts them for the compiled function."""
         import tvm_ffi
 
         device = next(iter(tensors.values())).device
@@ -466,11 +469,10 @@ class Bound:
         assert self._target is not None
         table = {arg.name: arg for arg in validate.COMPRESS_STORE + validate.SPARSE_INDICES}
         validate.check(tuple(table[n] for n in tensors), tensors, {}, device)
-        vectors = self._operation.vectors
-        self._widest = validate.vector_bytes(vectors, tensors, self._target.vector_bytes)
-        self._vectors = tuple(arg for arg in vectors if arg.name not in tensors)
+        self._widest = validate.vector_bytes(operation.vectors, tensors, self._target.vector_bytes)
+        self._vectors = tuple(arg for arg in operation.vectors if arg.name not in tensors)
         # The anchor stays a torch tensor: from it TVM-FFI learns torch's current stream on each call.
-        self._prepared = {n: tvm_ffi.from_dlpack(t) for n, t in tensors.items() if n != self._operation.anchor}
+        self._prepared = {n: tvm_ffi.from_dlpack(t) for n, t in tensors.items() if n != operation.anchor}
 
     def __call__(self, **varying: Any) -> Any:
         """The call with the kept arguments and these, all by name."""

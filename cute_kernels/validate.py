@@ -473,7 +473,8 @@ def compress_store_values(a: Mapping[str, Any]) -> None:
     rows = min(t.shape[0] for t in (slots, a["positions"], a["token_to_req"], a["kv_slots"]))
     real = slots[:rows] >= 0
     geometry = PoolGeometry.of(a["kv_cache"])
-    _span("state_slots", slots[:rows], real, 0, state.shape[0] * state.shape[1])
+    if a["kv_score"] is not None and a["save"].every_row:  # a row that a policy skips may carry any slot
+        _span("state_slots", slots[:rows], real, 0, state.shape[0] * state.shape[1])
     _span("positions", a["positions"][:rows], real, 0, a["cos_sin"].shape[0])
     _span("token_to_req", a["token_to_req"][:rows], real, 0, a["state_block_table"].shape[0])
     _span("kv_slots", a["kv_slots"][:rows], real & (a["kv_slots"][:rows] != -1), 0, geometry.slots)
