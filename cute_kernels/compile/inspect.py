@@ -100,26 +100,30 @@ def _width(opcode: str) -> int:
 
 _ENTRY = re.compile(r"\.entry\s+(\w+)[^{]*\{(.*?)^\}", re.MULTILINE | re.DOTALL)
 _GLOBAL_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|prefetch|multimem)\.(?!param|shared|const|local)[\w.:]*")
-_BRANCH = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:bra|ret|exit|brx|call)\b", re.MULTILINE)
+_LEAVES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:ret|exit|trap|brx\S*|call\S*)\b", re.MULTILINE)
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
+_WAIT = re.compile(r"^\s*griddepcontrol\.wait;", re.MULTILINE)
 
 
 def pdl_faults(ptx: str) -> list[str]:
     """Where a kernel breaks the rule of programmatic dependent launch: one sentence a fault, none for a sound kernel.
 
-    The rule, in its strict form: the wait stands before the first access to global memory and before the first branch or
-    return, so that every thread executes it first.
+    The rule: every thread executes an unconditional wait before its first access to global memory. So the wait must stand before
+    every global access, and no path may lead around it: no return, and no branch to a place behind it.
     """
     faults = []
     entries = _ENTRY.findall(ptx)
     if not entries:
         return ["the PTX has no entry"]
     for name, body in entries:
-        wait = body.find("griddepcontrol.wait")
-        if wait < 0:
-            faults.append(f"{name}: no griddepcontrol.wait")
+        found = _WAIT.search(body)
+        if found is None:
+            faults.append(f"{name}: no unconditional griddepcontrol.wait")
             continue
-        for what, pattern in (("global access", _GLOBAL_ACCESS), ("branch", _BRANCH)):
-            first = pattern.search(body)
-            if first and first.start() < wait:
-                faults.append(f"{name}: {what} `{first[0].strip()}` before griddepcontrol.wait")
+        before = body[: found.start()]
+        faults += [f"{name}: `{access[0]}` before griddepcontrol.wait" for access in _GLOBAL_ACCESS.finditer(before)]
+        faults += [f"{name}: `{leave[0].strip()}` before griddepcontrol.wait" for leave in _LEAVES.finditer(before)]
+        for label in _BRANCH.findall(before):
+            if f"{label}:" not in before:
+                faults.append(f"{name}: a branch to {label} leads around griddepcontrol.wait")
     return faults

@@ -13,6 +13,8 @@ import pytest
 from cute_kernels.compile import cache, fingerprint, matrix
 from cute_kernels.compile.spec import SPEC_TYPES, CompressStoreSpec, KernelSpec, SparseIndicesSpec, spec_from_fields
 from cute_kernels.errors import InvalidArgument
+from cute_kernels.layer import LayerSpec
+from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target, all_targets
 from tests import processes
 from tests.scale.spec import ScaleSpec
@@ -76,13 +78,13 @@ def test_fields_and_back(target: Target) -> None:
 @pytest.mark.parametrize("target", all_targets(), ids=str)
 def test_a_layer_never_needs_a_kernel_outside_the_matrix(target: Target) -> None:
     everything = set(matrix.support_matrix(target))
-    formats = {s.kv_format for s in everything if isinstance(s, CompressStoreSpec)}
-    needed: set[KernelSpec] = set()
     for ratio in (1, 4, 128):
-        for kv_format in formats:
-            needed |= set(matrix.layer_specs(target, ratio=ratio, kv_format=kv_format))
-    assert needed == everything
-    assert matrix.layer_specs(target, ratio=1, kv_format="bf16")
+        for kv_cache_dtype in ("auto", "fp8"):
+            for save in (SavePolicy.EVERY_ROW, SavePolicy(rollback=3)):
+                layer = LayerSpec(num_heads=8, ratio=ratio, max_seq_len=4096, kv_cache_dtype=kv_cache_dtype, save=save)
+                for scores in (True, False):
+                    needed = set(layer.specs(target, scores=scores))
+                    assert needed and needed <= everything
 
 
 def test_impossible_specs_are_refused() -> None:

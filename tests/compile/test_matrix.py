@@ -1,0 +1,120 @@
+"""Each family's kernels for its own targets and for sm_90a: they build, spill nothing, fit, and hold the instructions they should.
+
+The targets that packs are built for get every spec, the others a representative set: the wider and narrower access, each ratio,
+format, saving rule and id source at least once.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from cute_kernels.compile import build, cache
+from cute_kernels.compile.inspect import Instructions, count_instructions, disassemble, pdl_faults
+from cute_kernels.compile.matrix import support_matrix
+from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, SparseIndicesSpec
+from cute_kernels.target import Target, all_targets
+
+FULL = ("sm_100f", "sm_120f")
+# What the other targets build, as (narrow access, ...); where a target has one width only, that serves for both.
+SAMPLE = {
+    (False, 4, "bf16", "policy"),
+    (True, 4, "bf16", "none"),
+    (False, 128, "fp8", "every_row"),
+    (False, 4, "fp8_ds_mla", "policy"),
+    (True, 4, "fp8_ds_mla", "none"),
+    (False, 128, "fp8_ds_mla", "every_row"),
+    (False, "local"),
+    (True, "all_groups"),
+    (False, "none"),
+}
+REGISTERS_OF_AN_SM, REGISTER_GRANULE = 65536, 8
+
+
+def sampled(spec: KernelSpec) -> bool:
+    if isinstance(spec, CompressStoreSpec):
+        rest: tuple[object, ...] = (spec.ratio, spec.kv_format, spec.save)
+    else:
+        assert isinstance(spec, SparseIndicesSpec)
+        if not spec.slots:
+            return False
+        rest = (spec.source,)
+    widths = (True, False) if spec.target.vector_bytes == 16 else (spec.vector_bytes == 16,)
+    return any((narrow, *rest) in SAMPLE for narrow in widths)
+
+
+def specs() -> list[KernelSpec]:
+    found = []
+    for target in all_targets():
+        matrix = support_matrix(target)
+        found += matrix if target.gpu_arch in FULL else [s for s in matrix if sampled(s)]
+    return found
+
+
+def label(spec: KernelSpec) -> str:
+    hidden = ("operation", "family", "gpu_arch", "pdl")
+    return "-".join(
+        [spec.operation, spec.target.family, spec.target.gpu_arch, *(str(v) for k, v in spec.fields().items() if k not in hidden)]
+    )
+
+
+@pytest.mark.parametrize("spec", specs(), ids=label)
+def test_kernel(spec: KernelSpec) -> None:
+    compiled, manifest = cache.ensure_with_manifest(spec)
+    ptx = compiled.ptx.read_text()
+    found = count_instructions(disassemble(compiled.object.with_name(build.CUBIN)))
+
+    assert manifest["spill_bytes"] == 0 and found.counts.get("local memory", 0) == 0, "registers are spilled"
+    assert manifest["shared_bytes"] <= spec.target.shared_bytes
+    threads = block_threads(ptx)
+    rounded = -(-manifest["registers"] // REGISTER_GRANULE) * REGISTER_GRANULE
+    assert rounded * threads <= REGISTERS_OF_AN_SM, f"{manifest['registers']} registers x {threads} threads exceed an SM's"
+
+    assert re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1] == spec.target.gpu_arch
+    assert pdl_faults(ptx) == []
+    assert "griddepcontrol.launch_dependents" in ptx
+    uses_clusters = re.search(r"barrier\.cluster|mapa\b|mapa\.|\.shared::cluster", ptx)
+    if spec.target.family == "sm120":
+        assert not uses_clusters and found.counts.get("cluster", 0) == 0, "the SM120 family splits nothing over clusters"
+    if isinstance(spec, CompressStoreSpec):
+        check_compress_store(spec, ptx, found)
+    else:
+        check_sparse_indices(spec, found)
+
+
+def block_threads(ptx: str) -> int:
+    """Threads of a block, from the PTX's .reqntid or .maxntid."""
+    x, y, z = map(int, re.search(r"\.(?:req|max)ntid (\d+), (\d+), (\d+)", ptx).groups())
+    return x * y * z
+
+
+def check_compress_store(spec: CompressStoreSpec, ptx: str, found: Instructions) -> None:
+    assert found.widest_load == spec.vector_bytes, "rows are read with accesses narrower than their alignment allows"
+    assert ("e4m3x2" in ptx) == (spec.kv_format != "bf16"), "E4M3 conversions belong to FP8 rows, and to no others"
+    assert "bf16x2" in ptx or "cvt.rn.bf16" in ptx, "every format rounds to BF16 first"
+    assert "ex2.approx" in ptx, "the softmax over the window uses exp2"
+
+
+def check_sparse_indices(spec: SparseIndicesSpec, found: Instructions) -> None:
+    assert found.widest_store >= 16, "table rows are written in vectors"
+    if spec.source in ("local", "global"):
+        assert found.widest_load >= 16, "ids are read in vectors"
+
+
+@pytest.mark.parametrize("target", [Target.named(name) for name in FULL], ids=str)
+@pytest.mark.parametrize("operation", [CompressStoreSpec, SparseIndicesSpec])
+def test_without_pdl_a_kernel_neither_waits_nor_triggers(target: Target, operation: type[KernelSpec]) -> None:
+    spec = next(s for s in support_matrix(target, pdl=False) if isinstance(s, operation))
+    assert "griddepcontrol" not in cache.ensure(spec).ptx.read_text()
+
+
+@pytest.mark.parametrize("family", ["sm100", "sm120"])
+def test_one_spec_gives_the_same_code_for_each_target_twice(family: str, tmp_path) -> None:
+    """What the cache serves is what a compile would give: building again, in another process state, changes no byte of PTX."""
+    target = Target.named(family)
+    spec = SparseIndicesSpec(target, target.vector_bytes, source="all_groups")
+    compiled, _ = cache.ensure_with_manifest(spec)
+    build.build(spec, tmp_path, "again")
+    assert (tmp_path / build.PTX).read_text() == compiled.ptx.read_text()
+    assert (tmp_path / build.CUBIN).read_bytes() == compiled.object.with_name(build.CUBIN).read_bytes()

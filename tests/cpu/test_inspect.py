@@ -1,0 +1,82 @@
+"""The readers of machine code and PTX, on text whose contents are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_kernels.compile.cubin import read_resources
+from cute_kernels.compile.inspect import Instructions, count_instructions, pdl_faults
+from cute_kernels.errors import CompileError
+
+SASS = """
+        /*0000*/                   LDC R1, c[0x0][0x37c] ;
+        /*0010*/                   ACQBULK ;
+        /*0020*/              @!P0 LDG.E.ENL2.256 R4, R8, desc[UR6][R2.64] ;
+        /*0030*/                   LDG.E.128.CONSTANT R4, desc[UR6][R2.64] ;
+        /*0040*/              @P1 STG.E.U8 desc[UR6][R2.64], R5 ;
+        /*0050*/                   STG.E.64 desc[UR6][R2.64], R5 ;
+        /*0060*/                   FFMA R5, R6, R11, 1 ;
+        /*0070*/             @UP0  UBLKCP.S.G [UR4], [UR6], UR8 ;
+        /*0080*/                   STL [R1], R2                                           (*"SpillRefill"*);
+        /*0090*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*00a0*/                   EXIT ;
+        /*00b0*/                   NOP;
+"""
+
+
+def test_instruction_classes_and_widths() -> None:
+    counts = {"global load": 2, "global store": 2, "float": 1, "bulk copy": 1, "local memory": 1, "barrier": 1, "branch": 1, "pdl": 1}
+    assert count_instructions(SASS) == Instructions({**counts, "integer and other": 1}, widest_load=32, widest_store=8)
+
+
+def test_a_plain_access_is_four_bytes_wide() -> None:
+    assert count_instructions("        /*0000*/  LDG.E R0, desc[UR6][R2.64] ;\n").widest_load == 4
+
+
+def entry(*lines: str) -> str:
+    return ".visible .entry k(\n\t.param .u32 k_param_0\n)\n.reqntid 128, 1, 1\n{\n" + "".join(f"\t{line}\n" for line in lines) + "}\n"
+
+
+LOAD, WAIT = "ld.global.v8.b32 \t{%r1}, [%rd1];", "griddepcontrol.wait;"
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (WAIT, LOAD),
+        ("ld.param.b64 \t%rd1, [k_param_0];", "st.shared.b32 \t[%r1], %r2;", WAIT, LOAD, "@%p1 bra \t$L__BB0_2;", "$L__BB0_2:", "ret;"),
+        ("@%p1 bra \t$L__BB0_1;", "mbarrier.init.shared.b64 [%r1], 1;", "$L__BB0_1:", WAIT, "st.global.b32 \t[%rd1], %r1;"),
+    ],
+)
+def test_sound_kernels(lines: tuple[str, ...]) -> None:
+    assert pdl_faults(entry(*lines)) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ((LOAD, WAIT), "ld.global.v8.b32"),
+        (("st.global.b32 \t[%rd1], %r1;", WAIT), "st.global"),
+        (("ld.b32 \t%r1, [%rd1];", WAIT), "ld.b32"),
+        (("atom.global.add.u32 \t%r1, [%rd1], 1;", WAIT), "atom.global"),
+        (("cp.async.bulk.shared::cluster.global.mbarrier [%r1], [%rd1], %r2, [%r3];", WAIT), "cp.async.bulk"),
+        ((LOAD,), "no unconditional"),
+        (("@%p1 griddepcontrol.wait;", LOAD), "no unconditional"),
+        (("@%p1 ret;", WAIT, LOAD), "ret"),
+        (("@%p1 bra \t$L__BB0_9;", WAIT, LOAD, "$L__BB0_9:", "ret;"), "leads around"),
+    ],
+)
+def test_faults_are_found(lines: tuple[str, ...], says: str) -> None:
+    faults = pdl_faults(entry(*lines))
+    assert len(faults) == 1 and says in faults[0]
+
+
+def test_every_entry_is_looked_at() -> None:
+    assert len(pdl_faults(entry(WAIT, LOAD) + entry(LOAD) + entry(LOAD, WAIT))) == 2
+    assert pdl_faults(".version 9.4\n") == ["the PTX has no entry"]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x7fELF\x01" + bytes(64), b"not an object"])
+def test_what_is_no_cubin_is_refused(data: bytes) -> None:
+    with pytest.raises(CompileError, match="ELF"):
+        read_resources(data)
