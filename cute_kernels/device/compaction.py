@@ -79,8 +79,9 @@ def store_compacted(entries: cute.Tensor, gRow: cute.Tensor, begin: Int32, lane:
     """
     vector, chunks = entries.shape
     gVectors = cute.zipped_divide(gRow, (vector,))
-    ahead = begin % vector
-    first = begin // vector
+    bits = vector.bit_length() - 1  # shifts and masks: columns are never negative, which a signed division would provide for
+    ahead = begin & (vector - 1)
+    first = begin >> bits
     end = begin + cute.size(entries) * WARP
     if all_valid(entries) & (ahead == 0):
         for chunk in cutlass.range_constexpr(chunks):
@@ -99,19 +100,19 @@ def store_compacted(entries: cute.Tensor, gRow: cute.Tensor, begin: Int32, lane:
         cute.arch.sync_warp()
         # Whole vectors from the stage, then the entries before the first and after the last of them.
         sVectors = cute.zipped_divide(sStage, (vector,))
-        whole = staged // vector
+        whole = staged >> bits
         for chunk in cutlass.range_constexpr(chunks):
             index = chunk * WARP + lane
             if (index < whole) & ((index > 0) | (ahead == 0)):
                 copied = cute.make_rmem_tensor(cute.make_layout(vector), Int32)
                 cute.autovec_copy(sVectors[None, index], copied)
                 store_vector(base_address(gVectors[None, first + index]), copied)
-        column = first * vector + lane
+        column = (first << bits) + lane
         if (lane >= ahead) & (lane < cutlass.min(staged, Int32(vector))) & (ahead > 0):
             gRow[column] = sStage[lane]
-        last = whole * vector + lane
+        last = (whole << bits) + lane
         if (last < staged) & ((whole > 0) | (ahead == 0)):
-            gRow[column + whole * vector] = sStage[last]
+            gRow[column + (whole << bits)] = sStage[last]
         cute.arch.sync_warp()
     return end
 
@@ -119,13 +120,14 @@ def store_compacted(entries: cute.Tensor, gRow: cute.Tensor, begin: Int32, lane:
 @cute.jit
 def fill(gRow: cute.Tensor, begin: Int32, thread: Int32, threads: cutlass.Constexpr, vector: cutlass.Constexpr):
     """-1 in columns begin.. of a table row, by `threads` threads; its width is a multiple of `vector`."""
+    bits = vector.bit_length() - 1
     if begin < cute.size(gRow):
-        head = (begin + (vector - 1)) // vector
-        if begin + thread < head * vector:
+        head = (begin + (vector - 1)) >> bits
+        if begin + thread < (head << bits):
             gRow[begin + thread] = Int32(-1)
         blank = cute.make_rmem_tensor(cute.make_layout(vector), Int32)
         for i in cutlass.range_constexpr(vector):
             blank[i] = Int32(-1)
         gVectors = cute.zipped_divide(gRow, (vector,))
-        for index in cutlass.range(head + thread, cute.size(gRow) // vector, threads, unroll=1):
+        for index in cutlass.range(head + thread, cute.size(gRow) >> bits, threads, unroll=1):
             store_vector(base_address(gVectors[None, index]), blank)

@@ -176,7 +176,7 @@ class SparseIndices:
             if begin + ids_per_warp(ids) <= columns:
                 gVectors = cute.zipped_divide(gRow, (self.vector,))
                 for chunk in cutlass.range_constexpr(ids.shape[1]):
-                    gVector = gVectors[None, begin // self.vector + chunk * WARP + lane]
+                    gVector = gVectors[None, (begin >> (self.vector.bit_length() - 1)) + chunk * WARP + lane]
                     load_vector(base_address(gVector), ids[None, chunk], STREAM)
             else:
                 for chunk in cutlass.range_constexpr(ids.shape[1]):
@@ -223,6 +223,7 @@ class SparseIndices:
             batch = share_of_batch * warps
             if cutlass.const_expr(warps > 1):
                 sCounts = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * warps), cute.make_layout((warps, 2)))
+            buffer = Int32(0)
             for first in cutlass.range(0, columns, batch, unroll=1):
                 if cutlass.const_expr(self.source == "global"):
                     resolve_slots(ids, limit, pool, entries)
@@ -231,7 +232,6 @@ class SparseIndices:
                 if cutlass.const_expr(warps == 1):
                     count = store_compacted(entries, gRow, count, lane, sStage)
                 else:
-                    buffer = first // batch % 2
                     own = count_valid(entries, lane)
                     if lane == 0:
                         sCounts[share, buffer] = own
@@ -242,6 +242,7 @@ class SparseIndices:
                         count = count + theirs
                         begin = begin + Int32(cutlass.select_(share > other, theirs, Int32(0)))
                     store_compacted(entries, gRow, begin, lane, sStage)
+                    buffer = 1 - buffer
                 if first + batch < columns:
                     self.load_ids(inputs, row, first + batch + share * share_of_batch, columns, lane, ids)
             fill(gRow, count, share * WARP + lane, warps * WARP, self.vector)
