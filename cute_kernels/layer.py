@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -308,11 +309,9 @@ class SparseMLA:
         else:
             width = self.spec.width if tables.width is None or source is IdSource.NONE else (tables.width + 3) // 4 * 4
         compressed_table = None if self.spec.ratio == 1 else tables.compressed_block_table
-        addresses = tuple(None if t is None else t.data_ptr() for t in (tables.window_block_table, tables.window_slots, compressed_table))
-        key = ("sparse_indices", combined, source, self.spec.ratio, width, self.window, self.compressed, *addresses)
+        shape = ("sparse_indices", combined, width)
 
-        def build() -> Indices:
-            buffers = step.keep(key if chosen is None else (*key[:2], width), lambda: new_tables(step.max_tokens, width, combined, device))
+        def build(buffers: Indices) -> Indices:
             return sparse_indices(
                 step.positions,
                 step.token_to_req,
@@ -329,7 +328,21 @@ class SparseMLA:
                 target=self.target,
             )
 
-        return build() if chosen is not None else step.once(key, build)
+        def new_buffers() -> Indices:
+            return new_tables(step.max_tokens, width, combined, device)
+
+        if chosen is not None:
+            return build(step.keep((*shape, "per layer"), new_buffers))
+        read = (tables.window_block_table, tables.window_slots, compressed_table)
+
+        def build_shared() -> tuple[Indices, object]:
+            # The n-th shared table of a shape uses the n-th buffer, step after step. The tensors it was built from are held, so
+            # that no other tensor can come to lie at their addresses within the step.
+            number = next(step.once((*shape, "count"), itertools.count))
+            return build(step.keep((*shape, number), new_buffers)), read
+
+        addresses = tuple(None if t is None else (t.data_ptr(), t.shape, t.stride()) for t in read)
+        return step.once((*shape, source, self.spec.ratio, self.window, self.compressed, addresses), build_shared)[0]
 
     def _source(self, ids: torch.Tensor | IdSource | None) -> IdSource:
         if self.spec.ratio != 4:
