@@ -1,0 +1,176 @@
+"""Inputs as a serving engine has them, by the method that docs/performance.md describes.
+
+Prefill requests of equal length start at 0, 1026, 515, 2048, repeating; decode positions are uniform in 512..2047; blocks and pages
+are handed out in random order; rows of earlier steps lie in the state pool.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cute_kernels.indices import CombinedIndices, IdSource, SegmentIndices
+from cute_kernels.kv_format import BF16, FORMATS, PoolGeometry
+from cute_kernels.save_policy import SavePolicy, overlap
+
+STARTS = (0, 1026, 515, 2048)
+WINDOW_PAGE = 64
+COS_ROWS = 1 << 17
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step's rows on the device. requests: (first position, rows) of each; padding rows follow."""
+
+    requests: tuple[tuple[int, int], ...]
+    positions: torch.Tensor
+    token_to_req: torch.Tensor
+    padding: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.positions)
+
+
+def prefill(tokens: int, requests: int) -> tuple[tuple[int, int], ...]:
+    return tuple((STARTS[r % 4], tokens // requests) for r in range(requests))
+
+
+def decode(tokens: int, seed: int) -> tuple[tuple[int, int], ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple((int(p), 1) for p in torch.randint(512, 2048, (tokens,), generator=generator))
+
+
+def make_step(requests: tuple[tuple[int, int], ...], padding: int = 0) -> Step:
+    positions = torch.cat([torch.arange(s, s + n) for s, n in requests] + [torch.zeros(padding, dtype=torch.long)])
+    owner = torch.cat([torch.full((n,), r) for r, (_, n) in enumerate(requests)] + [torch.zeros(padding, dtype=torch.long)])
+    return Step(requests, positions.cuda(), owner.int().cuda(), padding)
+
+
+def _tables(step: Step, first: list[int], last: list[int], rows: int) -> tuple[torch.Tensor, int]:
+    """A block table in which blocks first..last of each request are its own, in random order, and the rest points anywhere."""
+    counts = [b - a + 1 for a, b in zip(first, last, strict=True)]
+    total = max(sum(counts), 1)
+    order = torch.randperm(total)
+    table = torch.randint(0, total, (len(step.requests), max(last) + 1))
+    at = 0
+    for r, (a, n) in enumerate(zip(first, counts, strict=True)):
+        table[r, a : a + n] = order[at : at + n]
+        at += n
+    return table.int().cuda(), total
+
+
+def _slots(step: Step, table: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+    slots = table[step.token_to_req.long(), places // rows].long() * rows + places % rows
+    slots[step.rows - step.padding :] = -1
+    return slots
+
+
+def compress_arguments(
+    requests: tuple[tuple[int, int], ...], *, ratio: int, kv_format: str, save: SavePolicy | None, padding: int = 0
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of `compress_store`; save None: the state is saved already (kv_score=None)."""
+    step = make_step(requests, padding)
+    width = 1024 if ratio == 4 else 512
+    state_rows, page_rows = (4 if ratio == 4 else 8), 256 // ratio
+    first = [max(0, s - ratio - overlap(ratio)) // state_rows for s, _ in requests]
+    state_table, blocks = _tables(step, first, [(s + n - 1) // state_rows for s, n in requests], state_rows)
+    entries = step.positions // ratio
+    kv_table, pages = _tables(
+        step, [s // ratio // page_rows for s, _ in requests], [(s + n - 1) // ratio // page_rows for s, n in requests], page_rows
+    )
+    closing = (step.positions + 1) % ratio == 0
+    kv_slots = torch.where(closing, _slots(step, kv_table, entries, page_rows), -1)
+    fmt = FORMATS[kv_format]
+    stride = -(-page_rows * fmt.row_bytes // 576) * 576 if fmt.packed else page_rows * fmt.row_elements
+    cache = torch.empty(pages * stride, dtype=fmt.dtype, device="cuda").as_strided(
+        (pages, page_rows, fmt.row_elements), (stride, fmt.row_elements, 1)
+    )
+    score = None if save is None else torch.randn(step.rows, 2 * width, device="cuda")
+    args = (
+        score,
+        None if save is None else torch.randn(ratio, width, device="cuda"),
+        torch.randn(blocks, state_rows, 2 * width, device="cuda"),
+        state_table,
+        step.positions,
+        step.token_to_req,
+        _slots(step, state_table, step.positions, state_rows),
+        kv_slots,
+        torch.randn(512, device="cuda").bfloat16(),
+        torch.randn(COS_ROWS, 64, device="cuda"),
+        cache,
+    )
+    options: dict[str, Any] = {"ratio": ratio, "eps": 1e-6}
+    if save is not None:
+        options["save"] = save
+        if not save.every_row:
+            options["seq_lens"] = torch.tensor([s + n for s, n in requests], dtype=torch.int32, device="cuda")
+    if fmt.scaled:
+        options["kv_scale"] = 0.5
+    return args, options
+
+
+def compress_bytes(requests: tuple[tuple[int, int], ...], *, ratio: int, kv_format: str, save: SavePolicy | None) -> int:
+    """Bytes that one call must move: every score row that is pooled or saved read once, state rows, stored rows."""
+    from cute_kernels.save_policy import is_saved
+
+    row = 4 * 2 * (1024 if ratio == 4 else 512)
+    half = row // 2 if ratio == 4 else row
+    total = 0
+    for start, count in requests:
+        needed: set[tuple[int, int]] = set()
+        for closing in range(start, start + count):
+            if (closing + 1) % ratio:
+                continue
+            low = max(0, closing + 1 - ratio - overlap(ratio))
+            needed.update((p, 0 if ratio == 4 and p <= closing - 4 else 1) for p in range(low, closing + 1))
+            total += FORMATS[kv_format].row_bytes
+        saved = {p for p in range(start, start + count) if save is not None and is_saved(p, start + count, ratio, save)}
+        total += sum(half for p, _ in needed if p not in saved or save is None) + len(saved) * 2 * row
+    return total
+
+
+def index_arguments(
+    requests: tuple[tuple[int, int], ...], *, k: int, family: str, ratio: int = 4
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of `sparse_indices` with k valid local ids a row in random order, into the caller's tables."""
+    step = make_step(requests)
+    last = [s + n - 1 for s, n in requests]
+    window_table, window_pages = _tables(step, [0] * len(last), [p // WINDOW_PAGE for p in last], WINDOW_PAGE)
+    page_rows = 256 // ratio
+    compressed_table, pages = _tables(step, [0] * len(last), [p // ratio // page_rows for p in last], page_rows)
+    visible = (step.positions + 1) // ratio
+    ids = torch.full((step.rows, k), -1, dtype=torch.int32, device="cuda")
+    for begin in range(0, step.rows, 4096):  # a random subset of the visible entries, valid ones first
+        part = visible[begin : begin + 4096, None]
+        places = torch.rand(len(part), int(visible.max()) or 1, device="cuda")
+        places[torch.arange(places.shape[1], device="cuda")[None] >= part] = 2.0
+        values, order = places.topk(min(k, places.shape[1]), largest=False)
+        ids[begin : begin + 4096, : order.shape[1]] = torch.where(values < 2, order, -1).int()
+    spans = (WINDOW_PAGE * 3, page_rows * 3)
+
+    def table(columns: int) -> torch.Tensor:
+        return torch.empty(step.rows, columns, dtype=torch.int32, device="cuda")
+
+    def lengths() -> torch.Tensor:
+        return torch.empty(step.rows, dtype=torch.int32, device="cuda")
+
+    out = CombinedIndices(table(128 + k), lengths()) if family == "sm100" else SegmentIndices(table(128), lengths(), table(k), lengths())
+    options = {
+        "window": PoolGeometry(window_pages, WINDOW_PAGE, spans[0]),
+        "compressed": PoolGeometry(pages, page_rows, spans[1]),
+        "source": IdSource.LOCAL,
+        "ratio": ratio,
+        "out": out,
+    }
+    return (step.positions, step.token_to_req, window_table, ids, compressed_table), options
+
+
+def index_bytes(rows: int, k: int) -> int:
+    """Ids read, table and length written; block tables stay in cache."""
+    return rows * (4 * k + 4 * (128 + k) + 4 + 12)
+
+
+__all__ = ["BF16", "compress_arguments", "compress_bytes", "decode", "index_arguments", "index_bytes", "make_step", "prefill"]
