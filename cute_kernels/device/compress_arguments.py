@@ -17,7 +17,9 @@ def fake_arguments(spec: CompressStoreSpec, width: int) -> list[Any]:
     Strides of `kv_score`, `state`, block table and cache are run-time values. The per-row tensors share no length: rows past the
     end of any of them are padding. `spec.vector_bytes` is the alignment of everything that is accessed by vectors.
     """
-    align = spec.vector_bytes
+    align, fmt = spec.vector_bytes, FORMATS[spec.kv_format]
+    # The packed row stride is nominal: 584, a multiple of 8 bytes only, and used for nothing.
+    cache_strides = (cute.sym_int64(divisibility=align), fmt.row_elements, 1) if fmt.packed else ()
 
     def tensor(dtype: Any, *shape: Any, strides: tuple = (), vectors: bool = False) -> Any:
         size = dtype.width // 8
@@ -40,7 +42,7 @@ def fake_arguments(spec: CompressStoreSpec, width: int) -> list[Any]:
         "seq_lens": lambda: tensor(Int32, length()),
         "norm_weight": lambda: tensor(BFloat16, HEAD_DIM, vectors=True),
         "cos_sin": lambda: tensor(Float32, length(), ROPE_DIM),
-        "kv_cache": lambda: tensor(_CACHE_TYPES[spec.kv_format], length(), length(), FORMATS[spec.kv_format].row_elements, vectors=True),
+        "kv_cache": lambda: tensor(_CACHE_TYPES[fmt.name], length(), length(), fmt.row_elements, strides=cache_strides, vectors=True),
         "eps": lambda: Float32(0.0),
         "inverse_kv_scale": lambda: Float32(1.0),
         "rollback": lambda: Int32(0),
