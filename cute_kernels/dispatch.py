@@ -15,14 +15,6 @@ from cute_kernels.step import StepMetadata
 from cute_kernels.target import Target
 
 
-@functools.cache
-def _device_target(index: int) -> Target | UnsupportedRequest:
-    try:
-        return Target.from_capability(torch.cuda.get_device_capability(index), f"cuda:{index} ({torch.cuda.get_device_name(index)})")
-    except UnsupportedRequest as refusal:
-        return refusal
-
-
 def named_target(target: Target | str | None) -> Target | None:
     """An explicit target, from a `Target` or its name."""
     if target is None or isinstance(target, Target):
@@ -45,13 +37,14 @@ def resolve_target(device: torch.device, target: Target | str | None = None) -> 
         raise UnsupportedRequest(
             f"device {device}", device="this machine", supported="cpu, and cuda where torch finds a GPU", nearest="run on one of these"
         )
-    index = torch.cuda.current_device() if device.index is None else device.index
+    return _device_target(torch.cuda.current_device() if device.index is None else device.index, explicit)
+
+
+@functools.lru_cache(maxsize=64)
+def _device_target(index: int, explicit: Target | None) -> Target:
+    capability = torch.cuda.get_device_capability(index)
     if explicit is None:
-        found = _device_target(index)
-        if isinstance(found, UnsupportedRequest):
-            raise UnsupportedRequest(found.asked, device=found.device, supported=found.supported, nearest=found.nearest)
-        return found
-    capability = _capability(index)
+        return Target.from_capability(capability, f"cuda:{index} ({torch.cuda.get_device_name(index)})")
     if capability not in explicit.capabilities:
         runs_on = ", ".join(f"{major}.{minor}" for major, minor in explicit.capabilities)
         raise UnsupportedRequest(
@@ -61,11 +54,6 @@ def resolve_target(device: torch.device, target: Target | str | None = None) -> 
             nearest="leave target out to build for the device",
         )
     return explicit
-
-
-@functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
 
 
 def combined_form(target: Target | None) -> bool:

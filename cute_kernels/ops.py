@@ -17,7 +17,7 @@ import torch
 
 from cute_kernels import dispatch, env, torch_ops, validate
 from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, SparseIndicesSpec
-from cute_kernels.errors import CuteKernelsError, InvalidArgument, UnsupportedRequest
+from cute_kernels.errors import InvalidArgument, UnsupportedRequest
 from cute_kernels.indices import CombinedIndices, IdSource, Indices, SegmentIndices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, PoolGeometry, format_of
 from cute_kernels.save_policy import SavePolicy
@@ -236,13 +236,8 @@ def decode(
 # Launching -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A launch: the spec, its arguments by name, and what the call returns. `spec` None: nothing to do."""
-
-    spec: KernelSpec | None
-    arguments: Mapping[str, Any]
-    result: Any = None
+# The spec of a launch (None: nothing to do), its arguments by name, and what the call returns.
+_Plan = tuple[KernelSpec | None, Mapping[str, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -250,16 +245,14 @@ class _Operation:
     """One kernel behind a public call.
 
     anchor     argument whose device decides, and through which TVM-FFI learns torch's current stream
-    scalars    checks in constant time that the compiled function cannot make
     check      all checks; value_check: those that read tensors
-    plan       (arguments, target, vector-accessed table, widest access) -> _Plan
+    plan       (arguments, target, vector-accessed table, widest access) -> _Plan; makes the checks that the compiled function cannot
     reference  the same call in plain PyTorch
     """
 
     public: Callable[..., Any]
     anchor: str
     vectors: tuple[validate.Arg, ...]
-    scalars: Callable[[Mapping[str, Any]], None]
     check: Callable[[Mapping[str, Any], Target | None], None]
     value_check: Callable[[Mapping[str, Any]], None]
     plan: Callable[[Mapping[str, Any], Target, tuple[validate.Arg, ...], int], _Plan]
@@ -287,25 +280,21 @@ class _Operation:
             self.check(a, target)
             self.value_check(a)
         try:
-            self.scalars(a)
-            plan = self.plan(a, target, vectors, widest)
-        except CuteKernelsError:
-            raise
+            spec, arguments, result = self.plan(a, target, vectors, widest)
         except Exception:
             self.check(a, target)  # names the argument that planning stumbled over
             raise
-        if plan.spec is None:
+        if spec is None:
             self.check(a, target)
-            return plan.result
-        kernel = cache.get(plan.spec)
-        arguments = plan.arguments
-        ordered = [prepared[n] if n in prepared else arguments[n] for n in plan.spec.argument_names]
+            return result
+        kernel = cache.get(spec)
+        ordered = [prepared[n] if n in prepared else arguments[n] for n in spec.argument_names]
         try:
             kernel(*ordered)
         except (TypeError, ValueError, RuntimeError):
             self.check(a, target)
             raise
-        return plan.result
+        return result
 
 
 def _reference_call(name: str, a: Mapping[str, Any], **more: Any) -> Any:
@@ -316,13 +305,6 @@ def _reference_call(name: str, a: Mapping[str, Any], **more: Any) -> Any:
     return function(**given, **more)
 
 
-@functools.lru_cache(maxsize=256)
-def _inverse_scale(scale: float | None) -> float:
-    from cute_kernels.reference.quant import inverse_scale
-
-    return inverse_scale(scale)
-
-
 def _check_compress_store(a: Mapping[str, Any], target: Target | None) -> None:
     validate.compress_store(a)
     dispatch.require_format(format_of(a["kv_cache"]), target)
@@ -330,26 +312,43 @@ def _check_compress_store(a: Mapping[str, Any], target: Target | None) -> None:
 
 def _plan_compress_store(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
     if a["state_slots"].shape[0] == 0:
-        return _Plan(None, {})
-    fmt, save, cache = format_of(a["kv_cache"]), a["save"], a["kv_cache"]
+        return None, {}, None
+    cache = a["kv_cache"]
+    given = (a["kv_score"] is not None, a["ape"] is not None, a["seq_lens"] is not None)
+    scalars = (a["ratio"], a["eps"], a["kv_scale"], a["save"])
+    width = validate.vector_bytes(vectors, a, widest)
+    spec, more = _compress_store_spec(target, width, *scalars, *given, cache.dtype, cache.shape, cache.stride())
+    return spec, {**a, **more}, None
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _compress_store_spec(
+    target: Target,
+    vector_bytes: int,
+    ratio: int,
+    eps: float,
+    kv_scale: float | None,
+    save: SavePolicy,
+    scores: bool,
+    ape: bool,
+    seq_lens: bool,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> tuple[KernelSpec, dict[str, Any]]:
+    """The spec and scalar arguments of a call, checked; remembered, because a layer asks for the same ones on every step."""
+    from cute_kernels.reference.quant import inverse_scale
+
+    cache = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    tensors = {"kv_score": scores or None, "ape": ape or None, "seq_lens": seq_lens or None, "kv_cache": cache}
+    validate.compress_store_scalars({"ratio": ratio, "eps": eps, "kv_scale": kv_scale, "save": save, **tensors})
+    fmt = format_of(cache)
     dispatch.require_format(fmt, target)
     PoolGeometry.of(cache)
-    scores = a["kv_score"] is not None
-    spec = CompressStoreSpec(
-        target=target,
-        vector_bytes=validate.vector_bytes(vectors, a, widest),
-        ratio=a["ratio"],
-        kv_format=fmt.name,
-        scores=scores,
-        save="none" if not scores else "every_row" if save.every_row else "policy",
-    )
-    more = {
-        "eps": float(a["eps"]),
-        "inverse_kv_scale": _inverse_scale(a["kv_scale"]),
-        "rollback": save.rollback,
-        "prefix_stride": save.prefix_stride,
-    }
-    return _Plan(spec, {**a, **more})
+    kind = "none" if not scores else "every_row" if save.every_row else "policy"
+    spec = CompressStoreSpec(target, vector_bytes, ratio=ratio, kv_format=fmt.name, scores=scores, save=kind)
+    numbers = {"eps": float(eps), "inverse_kv_scale": inverse_scale(kv_scale)}
+    return spec, {**numbers, "rollback": save.rollback, "prefix_stride": save.prefix_stride}
 
 
 def _check_sparse_indices(a: Mapping[str, Any], target: Target | None) -> None:
@@ -378,40 +377,71 @@ _SEGMENT_NAMES = {
 
 
 def _plan_sparse_indices(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
+    positions, ids, num_rows, out = a["positions"], a["ids"], a["num_rows"], a["out"]
+    k = None if ids is None else ids.shape[1]
+    given = (a["compressed_block_table"] is not None, a["slots"] is not None)
+    width, sizes = _sparse_indices_sizes(a["source"], a["ratio"], a["width"], k, a["window"], a["compressed"], given[0])
+    tokens = positions.shape[0]
+    rows = tokens if num_rows is None else validate.integer("num_rows", num_rows, tokens)
     combined = dispatch.combined_form(target)
-    width = validate.sparse_indices_width(a)
-    rows = a["positions"].shape[0] if a["num_rows"] is None else a["num_rows"]
-    out, device = a["out"], a["positions"].device
     if out is None:
-        out = new_tables(rows, width, combined, device)
-    else:  # no symbol of the compiled function ties the tables' extents to those of other arguments
-        validate.check_indices(out, combined, {"rows": rows, "width": width, "columns": WINDOW + width}, width > 0, device)
+        out = new_tables(rows, width, combined, positions.device)
+    elif not _has_shape(out, combined, rows, width):  # no symbol of the compiled function ties them to other arguments
+        validate.check_indices(out, combined, {"rows": rows, "width": width, "columns": WINDOW + width}, width > 0, positions.device)
     if rows == 0:
-        return _Plan(None, {}, out)
-    tables = {f"out.{name}": value for name, value in vars(out).items()}
-    written = {spelt: tables[f"out.{name}"] for name, spelt in (_COMBINED_NAMES if combined else _SEGMENT_NAMES).items()}
-    spec = SparseIndicesSpec(
-        target=target,
-        vector_bytes=validate.vector_bytes(vectors, {**a, **tables}, widest),
-        source=a["source"].value,
-        slots=a["slots"] is not None,
-    )
-    window, compressed = a["window"], a["compressed"]
-    sizes = {"window_pages": window.pages, "window_page_rows": window.page_rows, "window_span": window.span}
+        return None, {}, out
+    if combined:
+        written = {"table": out.table, "lengths": out.lengths}
+        accessed = {"ids": ids, "out.table": out.table}
+    else:
+        written = {"window_table": out.window, "window_lengths": out.window_lengths}
+        written |= {"compressed_table": out.compressed, "compressed_lengths": out.compressed_lengths}
+        accessed = {"ids": ids, "out.window": out.window, "out.compressed": out.compressed}
+    spec = _sparse_indices_spec(target, validate.vector_bytes(vectors, accessed, widest), a["source"], given[1])
+    return spec, {**a, **written, **sizes}, out
+
+
+def _has_shape(out: Any, combined: bool, rows: int, width: int) -> bool:
+    """Whether tables have the result's form and extents; the compiled function checks the rest."""
+    if combined:
+        return type(out) is CombinedIndices and out.table.shape == (rows, WINDOW + width) and out.lengths.shape == (rows,)
+    if type(out) is not SegmentIndices or out.window.shape != (rows, WINDOW) or out.window_lengths.shape != (rows,):
+        return False
+    if not width or out.compressed is None or out.compressed_lengths is None:
+        return not width
+    return out.compressed.shape == (rows, width) and out.compressed_lengths.shape == (rows,)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _sparse_indices_sizes(
+    source: IdSource,
+    ratio: int,
+    width: int | None,
+    k: int | None,
+    window: PoolGeometry,
+    compressed: PoolGeometry | None,
+    compressed_block_table: bool,
+) -> tuple[int, dict[str, int]]:
+    """Width of the compressed part and scalar arguments of a call, checked; remembered like `_compress_store_spec`."""
+    ids = None if k is None else torch.empty((0, k), device="meta")
+    table = compressed_block_table or None
+    a = {"source": source, "ratio": ratio, "width": width, "ids": ids, "window": window, "compressed": compressed}
+    validate.sparse_indices_scalars({**a, "compressed_block_table": table, "positions": torch.empty(0, device="meta"), "num_rows": None})
+    sizes = {"window_pages": window.pages, "window_page_rows": window.page_rows, "window_span": window.span, "ratio": ratio}
     if compressed is not None:
-        sizes |= {
-            "compressed_pages": compressed.pages,
-            "compressed_page_rows": compressed.page_rows,
-            "compressed_span": compressed.span,
-        }
-    return _Plan(spec, {**a, **written, **sizes}, out)
+        sizes |= {"compressed_pages": compressed.pages, "compressed_page_rows": compressed.page_rows, "compressed_span": compressed.span}
+    return validate.sparse_indices_width(a), sizes
+
+
+@functools.lru_cache(maxsize=256)
+def _sparse_indices_spec(target: Target, vector_bytes: int, source: IdSource, slots: bool) -> KernelSpec:
+    return SparseIndicesSpec(target, vector_bytes, source=source.value, slots=slots)
 
 
 _COMPRESS_STORE = _Operation(
     public=compress_store,
     anchor="state_slots",
     vectors=tuple(arg for arg in validate.COMPRESS_STORE if arg.vector),
-    scalars=validate.compress_store_scalars,
     check=_check_compress_store,
     value_check=validate.compress_store_values,
     plan=_plan_compress_store,
@@ -425,7 +455,6 @@ _SPARSE_INDICES = _Operation(
         for arg in validate.SPARSE_INDICES + validate.COMBINED_OUT + validate.SEGMENT_WINDOW_OUT + validate.SEGMENT_COMPRESSED_OUT
         if arg.vector
     ),
-    scalars=validate.sparse_indices_scalars,
     check=_check_sparse_indices,
     value_check=validate.sparse_indices_values,
     plan=_plan_sparse_indices,

@@ -135,13 +135,8 @@ def _check_tensor(arg: Arg, value: torch.Tensor, sizes: dict[str, int], device: 
         raise InvalidArgument(name, f"strides {list(value.stride())}", f"{list(_dense_strides(value))}, contiguous")
     elif arg.layout is Layout.ROWS:
         _check_rows(name, value)
-    if arg.vector and value.numel() and alignment(value) < ALIGNMENT:
-        raise InvalidArgument(
-            name,
-            f"address {value.data_ptr():#x}, strides of {[s * value.element_size() for s in value.stride()[:-1]]} bytes",
-            f"multiples of {ALIGNMENT} bytes",
-            hint="start views at multiples of 16 bytes and pad their rows to 16 bytes",
-        )
+    if arg.vector and value.numel():
+        _require_alignment(name, value)
 
 
 def _extent_fits(got: int, want: int | str | None, sizes: dict[str, int]) -> bool:
@@ -178,35 +173,49 @@ def _described(arg: Arg, sizes: Mapping[str, int]) -> str:
     return f"[{', '.join(dims)}] {' or '.join(map(str, arg.dtypes))}" + (f" ({', '.join(known)})" if known else "")
 
 
-def alignment(value: torch.Tensor) -> int:
-    """The largest of 32, 16, 8, ... bytes that divides the address and every stride but the last.
+def _address_bits(value: torch.Tensor) -> int:
+    """Address and byte strides but the last, or-ed: its lowest set bit is what all of them are multiples of.
 
     The row stride of a packed pool is nominal (data rows lie 576 bytes apart) and does not count.
     """
-    size = value.element_size()
-    bits = value.data_ptr() | 32
     strides = value.stride()[:-1]
-    if value.dtype == PACKED.dtype and value.dim() == 3:
+    if len(strides) == 2 and value.dtype is PACKED.dtype:
         strides = strides[:1]
+    steps = 0
     for stride in strides:
-        bits |= stride * size
+        steps |= stride
+    return value.data_ptr() | steps * value.element_size()
+
+
+def alignment(value: torch.Tensor) -> int:
+    """The largest of 32, 16, 8, ... bytes that divides the address and every stride but the last."""
+    bits = _address_bits(value) | 32
     return bits & -bits
 
 
 def vector_bytes(arguments: tuple[Arg, ...], values: Mapping[str, Any], widest: int) -> int:
     """The access width, 16 or 32 bytes and at most `widest`, that all vector-accessed arguments of a call allow."""
-    width = widest
+    bits = widest
     for arg in arguments:
-        if arg.vector and (value := values.get(arg.name)) is not None:
-            width = min(width, alignment(value))
-            if width < ALIGNMENT:
-                raise InvalidArgument(
-                    arg.name,
-                    f"address {value.data_ptr():#x}, strides of {[s * value.element_size() for s in value.stride()[:-1]]} bytes",
-                    f"multiples of {ALIGNMENT} bytes",
-                    hint="start views at multiples of 16 bytes and pad their rows to 16 bytes",
-                )
+        value = values.get(arg.name)
+        if value is not None:
+            bits |= _address_bits(value)
+    width = bits & -bits
+    if width < ALIGNMENT:
+        for arg in arguments:
+            if values.get(arg.name) is not None:
+                _require_alignment(arg.name, values[arg.name])
     return width
+
+
+def _require_alignment(name: str, value: torch.Tensor) -> None:
+    if alignment(value) < ALIGNMENT:
+        raise InvalidArgument(
+            name,
+            f"address {value.data_ptr():#x}, strides of {[s * value.element_size() for s in value.stride()[:-1]]} bytes",
+            f"multiples of {ALIGNMENT} bytes",
+            hint="start views at multiples of 16 bytes and pad their rows to 16 bytes",
+        )
 
 
 # Scalars ---------------------------------------------------------------------------------------------------------------

@@ -30,11 +30,9 @@ def gpus(monkeypatch):
         )
         monkeypatch.setattr(dispatch, "torch", SimpleNamespace(cuda=fake, device=torch.device))
         dispatch._device_target.cache_clear()
-        dispatch._capability.cache_clear()
 
     yield install
     dispatch._device_target.cache_clear()
-    dispatch._capability.cache_clear()
 
 
 @pytest.mark.parametrize(
