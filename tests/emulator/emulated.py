@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import mmap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
+
 from cute_kernels import ops
 from cute_kernels.compile import loader
 from cute_kernels.compile.spec import KernelSpec
 from cute_kernels.target import Target
-from ptx_emulator import UNWRITTEN, Memory, device
+from ptx_emulator import UNWRITTEN, Memory, Result, device
 
 LIBRARIES = Path(__file__).resolve().parents[2] / "build" / "emulated"
 # What each kernel writes; everything else is read-only. The second set must be written before it is read.
@@ -79,3 +82,44 @@ def call(function: Callable[..., Any], target: Target | str, *args: Any, **kwarg
     bound = inspect.signature(function).bind(*args, **kwargs)
     with emulated(target):
         return function(*bound.args, **bound.kwargs)
+
+
+def at_alignment(x: torch.Tensor, alignment: int) -> torch.Tensor:
+    """A copy of `x`, strides kept, whose address is a multiple of `alignment` (16 or 32) and of no larger power of two up to 32."""
+    extent = 1 + sum(s * (n - 1) for n, s in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
+    size = x.element_size()
+    storage = torch.zeros(extent + 64 // size, dtype=x.dtype)
+    start = (-storage.data_ptr() % 32 + (16 if alignment == 16 else 0)) // size
+    flat = storage[start : start + extent]
+    view = flat.as_strided(x.shape, x.stride(), flat.storage_offset()) if x.numel() else flat.view(x.shape)
+    return view.copy_(x)
+
+
+def sparse(*shape: int, strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A strided tensor over reserved memory: only the pages touched exist, however far apart its rows lie."""
+    extent = 1 + sum(s * (n - 1) for n, s in zip(shape, strides, strict=True))
+    size = torch.empty((), dtype=dtype).element_size()
+    region = mmap.mmap(-1, extent * size + 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0))
+    return torch.frombuffer(region, dtype=torch.uint8)[: extent * size].view(dtype).as_strided(shape, strides)
+
+
+class Coverage:
+    """PTX lines executed by the launches of each kernel; hand `record` to `emulated` as `on_result`."""
+
+    def __init__(self) -> None:
+        self.lines: dict[str, dict[int, int]] = {}
+        self.texts: dict[int, str] = {}
+
+    def record(self, name: str, result: Result) -> None:
+        lines = self.lines.setdefault(name, {})
+        for line, (runs, _) in result.lines.items():
+            lines[line] = lines.get(line, 0) + runs
+        self.texts.update(result.texts)
+
+    def require(self, name: str, allowed: float = 0.02) -> None:
+        """At most this share of the PTX lines of `name` was never executed."""
+        assert name in self.lines, f"{name} was never launched; launched: {', '.join(self.lines)}"
+        lines = self.lines[name]
+        never = [line for line, runs in sorted(lines.items()) if not runs]
+        listing = "\n".join(f"  {line}: {self.texts[line]}" for line in never[:60])
+        assert len(never) <= allowed * len(lines), f"{name}: {len(never)} of {len(lines)} PTX lines never executed\n{listing}"
