@@ -479,6 +479,7 @@ class Bound:
         self._names = frozenset(signature.parameters)
         self._kept = dict(kept)
         self._required = self._names - self._defaults.keys() - self._kept.keys()
+        self._accepted: set[tuple[str, ...]] = set()
         self._operation = _OPERATIONS.get(call)
         self._target: Target | None = None
         self._prepared: dict[str, Any] = {}
@@ -505,14 +506,16 @@ class Bound:
 
     def __call__(self, **varying: Any) -> Any:
         """The call with the kept arguments and these, all by name."""
-        if not self._required <= varying.keys() or not varying.keys() <= self._names - self._kept.keys():
-            self._refuse(varying)
+        names = tuple(varying)
+        if names not in self._accepted:
+            self._require_names(varying)
+            self._accepted.add(names)
         a = {**self._defaults, **self._kept, **varying}
         if self._operation is None or self._target is None or torch.compiler.is_compiling():
             return self._call(**a)
         return self._operation.launch(a, self._target, self._vectors, self._widest, self._prepared)
 
-    def _refuse(self, varying: Mapping[str, Any]) -> None:
+    def _require_names(self, varying: Mapping[str, Any]) -> None:
         for name in sorted(self._required - varying.keys()):
             raise InvalidArgument(name, "nothing", f"a value: it is neither bound nor given to {self._call.__name__}")
         for name in sorted(varying.keys() - self._names):
