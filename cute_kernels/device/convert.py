@@ -6,7 +6,7 @@ from cutlass._mlir.dialects import arith
 from cute_kernels.kv_format import E4M3_MAX
 
 BF16_MAX = 3.3895313892515355e38
-MINIMUM_SCALE = 1e-4
+MINIMUM = 1e-4
 
 
 def like(fragment: cute.Tensor, dtype) -> cute.Tensor:
@@ -53,13 +53,20 @@ def magnitude(value: Float32) -> Float32:
     return float_of(bits_of(value) & 0x7FFFFFFF)
 
 
-def scale_byte(amax: Float32) -> Int32:
-    """UE8M0 byte of a group: the exponent of max(amax / 448, 1e-4) rounded up, plus 127. In [114, 247].
+def scale_byte(amax: Float32, clamp: str) -> Int32:
+    """UE8M0 byte of a group: the exponent of its scale rounded up, plus 127.
+
+    clamp="scale"  the scale is max(amax / 448, 1e-4), the compressor's rule; the byte lies in [114, 247]
+    clamp="amax"   the scale is max(amax, 1e-4) / 448, the insert's rule; the byte lies in [105, 247]
 
     An infinite amax counts as the largest bf16, so the inverse scale is always a normal number. For a bf16 amax the product with
-    fp32(1 / 448) has the same byte as the quotient: at 7 * 2^k both are exact, and any other bf16 is 2^-8 away from these.
+    fp32(1 / 448) has the same byte as the quotient: at 7 * 2^k both are exact, and any other bf16 is 2^-8 away from these; so is 1e-4.
     """
-    scale = cute.arch.fmax(cute.arch.fmin(amax, Float32(BF16_MAX)) * Float32(1.0 / E4M3_MAX), Float32(MINIMUM_SCALE))
+    bounded = cute.arch.fmin(amax, Float32(BF16_MAX))
+    if clamp == "amax":
+        scale = cute.arch.fmax(bounded, Float32(MINIMUM)) * Float32(1.0 / E4M3_MAX)
+    else:
+        scale = cute.arch.fmax(bounded * Float32(1.0 / E4M3_MAX), Float32(MINIMUM))
     return (bits_of(scale) + 0x7FFFFF) >> 23
 
 

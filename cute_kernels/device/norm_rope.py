@@ -15,8 +15,10 @@ def load_weight(norm_weight: cute.Tensor, column: Int32, count: int) -> cute.Ten
 
 
 @cute.jit
-def load_rotation(cos_sin: cute.Tensor, position: Int32, column: Int32, rotation: cute.Tensor):
+def load_rotation(cos_sin: cute.Tensor, position: Int32, column: Int32, rotation: cute.Tensor, vectors: cutlass.Constexpr = False):
     """Cosines, then sines of this thread's column pairs at `position`; nothing for columns that are not rotated.
+
+    vectors  the rows of `cos_sin` are aligned, so that each half is one access
 
     Row p of `cos_sin` is cos(p f_0) .. cos(p f_31), sin(p f_0) .. sin(p f_31); pair j is columns (448 + 2j, 449 + 2j).
     """
@@ -24,11 +26,16 @@ def load_rotation(cos_sin: cute.Tensor, position: Int32, column: Int32, rotation
     if column >= NOPE_DIM:
         row = memory.base_address(cos_sin) + Int64(position) * memory.byte_stride(cos_sin, 0)
         first = row + Int64(column - NOPE_DIM) * 2  # half as many pairs as columns, 4 bytes each
-        cosines = memory.at(first, Float32, pairs, alignment=4)
-        sines = memory.at(first + ROPE_DIM * 2, Float32, pairs, alignment=4)
-        for j in cutlass.range_constexpr(pairs):
-            rotation[j] = cosines[j]
-            rotation[pairs + j] = sines[j]
+        if cutlass.const_expr(vectors):
+            halves = cute.make_tensor(rotation.iterator, cute.make_layout((pairs, 2)))
+            memory.load_vector(first, halves[None, 0])
+            memory.load_vector(first + ROPE_DIM * 2, halves[None, 1])
+        else:
+            cosines = memory.at(first, Float32, pairs, alignment=4)
+            sines = memory.at(first + ROPE_DIM * 2, Float32, pairs, alignment=4)
+            for j in cutlass.range_constexpr(pairs):
+                rotation[j] = cosines[j]
+                rotation[pairs + j] = sines[j]
 
 
 def square_sum(values: cute.Tensor) -> Float32:
@@ -39,18 +46,26 @@ def square_sum(values: cute.Tensor) -> Float32:
     return total
 
 
-@cute.jit
-def normalise_rotate(values: cute.Tensor, total: Float32, eps: Float32, weight: cute.Tensor, rotated: Boolean, rotation: cute.Tensor):
-    """values = values * rsqrt(total / 512 + eps) * weight, then the rotation (a, b) -> (a c - b s, a s + b c) where `rotated`.
+def rms_factor(total: Float32, eps: Float32) -> Float32:
+    """rsqrt(total / 512 + eps), `total` being the sum of squares over the whole row."""
+    return cute.math.rsqrt(cute.math.fma(total, Float32(1.0 / HEAD_DIM), eps), fastmath=True)
 
-    `total` is the sum of squares over the whole row.
-    """
-    factor = cute.math.rsqrt(cute.math.fma(total, Float32(1.0 / HEAD_DIM), eps), fastmath=True)
-    pairs = cutlass.const_expr(cute.size(values) // 2)
-    for i in cutlass.range_constexpr(2 * pairs):
-        values[i] = values[i] * factor * weight[i]
+
+@cute.jit
+def rotate(values: cute.Tensor, rotated: Boolean, rotation: cute.Tensor):
+    """(a, b) -> (a c - b s, a s + b c) where `rotated`; each product and each sum is rounded, as in `reference/rope.py`."""
     if rotated:
+        pairs = cutlass.const_expr(cute.size(values) // 2)
         for j in cutlass.range_constexpr(pairs):
             a, b, c, s = values[2 * j], values[2 * j + 1], rotation[j], rotation[pairs + j]
-            values[2 * j] = cute.math.fma(a, c, -(b * s))
-            values[2 * j + 1] = cute.math.fma(a, s, b * c)
+            values[2 * j] = a * c - b * s
+            values[2 * j + 1] = a * s + b * c
+
+
+@cute.jit
+def normalise_rotate(values: cute.Tensor, total: Float32, eps: Float32, weight: cute.Tensor, rotated: Boolean, rotation: cute.Tensor):
+    """values = values * rms_factor * weight, then `rotate`."""
+    factor = rms_factor(total, eps)
+    for i in cutlass.range_constexpr(cute.size(values)):
+        values[i] = values[i] * factor * weight[i]
+    rotate(values, rotated, rotation)

@@ -1,7 +1,7 @@
-"""One compressed row into the cache, by format. A thread owns a few consecutive columns; each writer is a value handed to the kernel.
+"""One row of 512 values into memory, by format. A thread owns a few consecutive columns; each writer is a value handed to the kernel.
 
-`write(cache, slot, column, values, lane)`: `slot` lies in the pool, `values` are fp32, threads of 64 consecutive columns are
-consecutive lanes of one warp, and all of them call.
+`write(cache, slot, column, values, lane)` stores into a cache: `slot` lies in the pool, `values` are fp32, threads of 64 consecutive
+columns are consecutive lanes of one warp, and all of them call. Writers of full rows also `store(row, column, values)` at any address.
 """
 
 from dataclasses import dataclass
@@ -30,19 +30,26 @@ def row_address(cache: cute.Tensor, slot: Uint32) -> Int64:
 class Bf16Row:
     """512 bf16 values."""
 
+    def store(self, row: Int64, column: Int32, values: cute.Tensor) -> None:
+        memory.store_vector(row + Int64(column) * 2, convert.to_bf16(values))
+
     def write(self, cache, slot, column, values, lane):
-        memory.store_vector(row_address(cache, slot) + Int64(column) * 2, convert.to_bf16(values))
+        self.store(row_address(cache, slot), column, values)
 
 
 @dataclass(frozen=True)
 class Fp8Row:
-    """512 E4M3 values under one scale: rounded to bf16, times the inverse scale, rounded to E4M3."""
+    """512 E4M3 values under one scale: times the inverse scale, rounded to E4M3; `via_bf16`: rounded to bf16 before (the compressor)."""
 
     inverse_scale: Float32
+    via_bf16: bool
+
+    def store(self, row: Int64, column: Int32, values: cute.Tensor) -> None:
+        exact = convert.to_fp32(convert.to_bf16(values)) if self.via_bf16 else values
+        memory.store_vector(row + Int64(column), convert.to_e4m3(exact, self.inverse_scale))
 
     def write(self, cache, slot, column, values, lane):
-        codes = convert.to_e4m3(convert.to_fp32(convert.to_bf16(values)), self.inverse_scale)
-        memory.store_vector(row_address(cache, slot) + Int64(column), codes)
+        self.store(row_address(cache, slot), column, values)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,10 @@ class PackedRow:
     """fp8_ds_mla: 448 E4M3 values in groups of 64 and 64 bf16 values in the data part, 7 UE8M0 scales and a zero in the footer.
 
     Data of row i lie at page + 576 i, its footer at page + 576 page_rows + 8 i; the cache's row stride (584) is nominal.
+    `clamp`: which minimum a group's scale has (`convert.scale_byte`).
     """
+
+    clamp: str
 
     @cute.jit
     def write(self, cache, slot, column, values, lane):
@@ -64,7 +74,7 @@ class PackedRow:
         for i in cutlass.range_constexpr(1, cute.size(values)):
             amax = cute.arch.fmax(amax, convert.magnitude(exact[i]))
         amax = cute.arch.warp_reduction_max(amax, threads_in_group=lanes)
-        byte = convert.scale_byte(cute.arch.fmax(amax, Float32(0.0)))
+        byte = convert.scale_byte(cute.arch.fmax(amax, Float32(0.0)), self.clamp)
         if column < NOPE_DIM:
             memory.store_vector(data + Int64(column), convert.to_e4m3(exact, convert.inverse_scale(byte)))
         else:

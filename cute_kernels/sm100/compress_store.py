@@ -15,7 +15,7 @@ def bf16_writer(arguments: Arguments) -> Bf16Row:
 
 
 def fp8_writer(arguments: Arguments) -> Fp8Row:
-    return Fp8Row(arguments.inverse_kv_scale)
+    return Fp8Row(arguments.inverse_kv_scale, via_bf16=True)
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:

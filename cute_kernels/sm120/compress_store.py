@@ -11,7 +11,7 @@ from cute_kernels.sm120.config import compress_plan
 
 
 def packed_writer(arguments: Arguments) -> PackedRow:
-    return PackedRow()
+    return PackedRow(clamp="scale")
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:
