@@ -170,25 +170,30 @@ class SparseIndices:
 
     @cute.jit
     def load_ids(self, inputs: Inputs, row: Int32, begin: Int32, columns: Int32, lane: Int32, ids: cute.Tensor):
-        """This lane's ids of the warp's columns begin.. (chunk by chunk, `vector` a lane); -1 past the row's ids."""
+        """This lane's ids of the warp's columns begin.. (chunk by chunk, `vector` a lane), -1 where no whole vector is left."""
+        bits = self.vector.bit_length() - 1
+        first = (begin >> bits) + lane
         if cutlass.const_expr(inputs.ids is not None):
-            gRow = inputs.ids[row, None]
+            gVectors = cute.zipped_divide(inputs.ids[row, None], (self.vector,))
             if begin + ids_per_warp(ids) <= columns:
-                gVectors = cute.zipped_divide(gRow, (self.vector,))
                 for chunk in cutlass.range_constexpr(ids.shape[1]):
-                    gVector = gVectors[None, (begin >> (self.vector.bit_length() - 1)) + chunk * WARP + lane]
-                    load_vector(base_address(gVector), ids[None, chunk], STREAM)
+                    load_vector(base_address(gVectors[None, first + chunk * WARP]), ids[None, chunk], STREAM)
             else:
+                ids.fill(-1)
                 for chunk in cutlass.range_constexpr(ids.shape[1]):
-                    for i in cutlass.range_constexpr(self.vector):
-                        column = begin + (chunk * WARP + lane) * self.vector + i
-                        ids[i, chunk] = Int32(-1)
-                        if column < columns:
-                            ids[i, chunk] = gRow[column]
+                    if first + chunk * WARP < columns >> bits:
+                        load_vector(base_address(gVectors[None, first + chunk * WARP]), ids[None, chunk], STREAM)
         else:
             for chunk in cutlass.range_constexpr(ids.shape[1]):
                 for i in cutlass.range_constexpr(self.vector):
-                    ids[i, chunk] = begin + (chunk * WARP + lane) * self.vector + i
+                    ids[i, chunk] = ((first + chunk * WARP) << bits) + i
+
+    @cute.jit
+    def resolve(self, inputs: Inputs, ids: cute.Tensor, limit: Int32, request: Int32, pool: Pool, entries: cute.Tensor):
+        if cutlass.const_expr(self.source == "global"):
+            resolve_slots(ids, limit, pool, entries)
+        else:
+            resolve_rows(ids, limit, inputs.compressed_block_table[request, None], pool, entries)
 
     @cute.jit
     def compressed_part(
@@ -216,7 +221,8 @@ class SparseIndices:
             else:
                 limit = cutlass.min(ratio.quotient(end), pool.capacity)
             if cutlass.const_expr(self.source == "all_groups"):
-                columns = cutlass.min(limit, Int32(gRow.shape[0]))
+                limit = cutlass.min(limit, Int32(gRow.shape[0]))
+                columns = limit
             columns = Int32(cutlass.select_(limit == 0, Int32(0), columns))
             entries = cute.make_rmem_tensor(ids.layout, Int32)
             share_of_batch = ids_per_warp(ids)
@@ -225,10 +231,7 @@ class SparseIndices:
                 sCounts = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * warps), cute.make_layout((warps, 2)))
             buffer = Int32(0)
             for first in cutlass.range(0, columns, batch, unroll=1):
-                if cutlass.const_expr(self.source == "global"):
-                    resolve_slots(ids, limit, pool, entries)
-                else:
-                    resolve_rows(ids, limit, inputs.compressed_block_table[request, None], pool, entries)
+                self.resolve(inputs, ids, limit, request, pool, entries)
                 if cutlass.const_expr(warps == 1):
                     count = store_compacted(entries, gRow, count, lane, sStage)
                 else:
@@ -245,6 +248,18 @@ class SparseIndices:
                     buffer = 1 - buffer
                 if first + batch < columns:
                     self.load_ids(inputs, row, first + batch + share * share_of_batch, columns, lane, ids)
+            if cutlass.const_expr(inputs.ids is not None):
+                rest = columns & (self.vector - 1)
+                if rest > 0:  # ids that fill no whole vector: one a lane, looked up by each warp, stored by the first
+                    id_of_lane = cute.make_rmem_tensor(cute.make_layout((1, 1)), Int32)
+                    entry = cute.make_rmem_tensor(cute.make_layout((1, 1)), Int32)
+                    id_of_lane[0] = Int32(-1)
+                    if lane < rest:
+                        id_of_lane[0] = inputs.ids[row, columns - rest + lane]
+                    self.resolve(inputs, id_of_lane, limit, request, pool, entry)
+                    if share == 0:
+                        store_compacted(entry, gRow, count, lane, sStage)
+                    count = count + count_valid(entry, lane)
             fill(gRow, count, share * WARP + lane, warps * WARP, self.vector)
         if cutlass.const_expr(outputs.lengths is not None):
             if (share == 0) & (lane == 0):

@@ -110,7 +110,7 @@ def test_padding_rows_stale_tables_and_garbage_ids(family: str, source: IdSource
 @pytest.mark.parametrize("k", [1, 3, 4, 100, 127, 128, 129, 508, 512, 516, 1024, 2048])
 def test_widths_of_ids(family: str, source: IdSource, k: int) -> None:
     """Ids that fill no whole vector, chunk or batch, with tables as narrow as they come and wider ones."""
-    pitch = -k % 8 + 8
+    pitch = -k % 8 + 8  # rows of ids start at whole vectors
     for rows, width in ((9, None), (1100, k + 37)):
         for garbage in (0.0, 0.1):
             case = step(rows, 5, source, k=k, width=width, id_pitch=pitch, garbage=garbage, extra_rows=2)
@@ -125,6 +125,14 @@ def test_page_rows_and_ratios_are_run_time_values(family: str, page_rows: int, r
     for source in (IdSource.LOCAL, IdSource.GLOBAL, IdSource.ALL_GROUPS):
         case = step(70, 4, source, ratio=ratio, longest_start=longest, window_rows=page_rows, compressed_rows=page_rows, stale_blocks=True)
         check_indices(case, run(case, family))
+
+
+@families
+@pytest.mark.parametrize("width", [1, 4, 20, 128, 516])
+def test_more_groups_than_columns(family: str, width: int) -> None:
+    for rows in (9, 1100):
+        case = step(rows, 3, IdSource.ALL_GROUPS, ratio=4, width=width, extra_rows=2)
+        require_equal(run(case, family), expected(case, family))
 
 
 @families
