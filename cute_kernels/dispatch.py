@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -295,9 +296,7 @@ def decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`ops.decode`: checks, chooses the path, and runs decode rows and prefill rows as two calls."""
     a = locals()
-    validate.one_of("backend", backend, ("auto", "flashinfer", "reference"))
-    validate.on_cpu_or_cuda("q", q)
-    validate.decode(a, flashinfer_backend.ACCEPTED_HEADS)
+    _check_decode(a)
     device, heads = q.device, q.shape[1]
     num_heads = heads if num_heads is None else num_heads
     resolved = named_target(target) if backend == "reference" else resolve_target(device, target)
@@ -358,6 +357,34 @@ def decode(
         else:
             adapter.segments(q, *caches, indices, step.seq_lens, part, workspace=workspace, sinks=sinks, bmm1_scale=bmm1, out=out)
     return out[:, :num_heads]
+
+
+_checked: set[tuple[object, ...]] = set()
+
+
+def _check_decode(a: dict[str, object]) -> None:
+    """All checks of `decode`, once for each combination of dtypes, shapes, strides, alignments, devices and scalars."""
+    step, indices = a["step"], a["indices"]
+    scalars = (a["num_heads"], a["sm_scale"], a["q_scale"], a["kv_scale"], a["backend"])
+    tensors = [a[name] for name in ("q", "swa_cache", "kv_cache", "sinks", "out", "workspace", "counters", "rope_cos_sin")]
+    try:
+        tensors += [step.positions, *vars(indices).values()]  # type: ignore[attr-defined]
+        key = (type(step), type(indices), *scalars, *map(type, scalars), *map(_signature, tensors))
+        known = key in _checked
+    except (AttributeError, TypeError):  # something is of another type altogether: the checks say what
+        key, known = (), False
+    if known:
+        return
+    validate.one_of("backend", a["backend"], ("auto", "flashinfer", "reference"))
+    validate.on_cpu_or_cuda("q", a["q"])
+    validate.decode(a, flashinfer_backend.ACCEPTED_HEADS)
+    if len(_checked) >= 4096:
+        _checked.clear()
+    _checked.add(key)
+
+
+def _signature(tensor: Any) -> tuple[object, ...] | None:
+    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() & 31, tensor.device)
 
 
 def _capturing(device: torch.device) -> bool:

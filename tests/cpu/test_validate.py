@@ -350,3 +350,15 @@ def test_decode_values_are_checked_on_request(family, monkeypatch):
     step = ck.StepMetadata.of([1, 1, 1, 3, 2], [300, 7, 129, 140, 1])
     with pytest.raises(ck.InvalidArgument, match=r"step\.seq_lens: got 1 for request 4"):
         case.run(step=step)
+
+
+def test_a_checked_decode_promises_nothing_about_the_next_one():
+    """Checks are remembered by what they looked at, so anything that differs is looked at again."""
+    a = decode_arguments()
+    ck.decode(**a)
+    ck.decode(**a)
+    shifted = torch.zeros(a["q"].numel() + 64, dtype=a["q"].dtype)[8 : 8 + a["q"].numel()].view(a["q"].shape)
+    for name, wrong in (("q", shifted), ("num_heads", 5.0), ("sm_scale", float("nan")), ("sinks", torch.zeros(4))):
+        with pytest.raises(ck.InvalidArgument, match=name):
+            ck.decode(**{**a, name: wrong})
+    ck.decode(**a)
