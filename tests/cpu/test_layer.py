@@ -12,9 +12,11 @@ import cute_kernels as ck
 from cute_kernels import layer as layer_module
 from cute_kernels import ops
 from cute_kernels.compile import cache
+from cute_kernels.compile.matrix import support_matrix
+from cute_kernels.kv_format import formats_of
 from cute_kernels.layer import LayerSpec, SparseMLA, StepTables
 from cute_kernels.reference import cos_sin_table
-from cute_kernels.target import Target
+from cute_kernels.target import Target, all_targets
 
 PAGE_ROWS, HEADS, TOPK = 16, 5, 8
 COMPRESSED_ROWS = {4: 16, 128: 2}
@@ -239,6 +241,16 @@ def test_warm_up_names_every_kernel_a_call_can_need(ratio, family, dtype, save, 
             model.layer(step, model.tables(step), **{**rows, "ids": ck.IdSource.ALL_GROUPS})
     assert warmed and set(warmed) <= enumerated
     assert {spec.vector_bytes for spec in enumerated} == {16, 32}
+
+
+@pytest.mark.parametrize("target", all_targets(), ids=str)
+def test_packs_hold_every_kernel_a_layer_can_need(target):
+    matrix = set(support_matrix(target))
+    for ratio, name, save in itertools.product((1, 4, 128), formats_of(target.family), (ck.SavePolicy.EVERY_ROW, ck.SavePolicy(3, 256))):
+        spec = LayerSpec(ratio, 8, {"bf16": "bfloat16", "fp8": "fp8", "fp8_ds_mla": "fp8_ds_mla"}[name.name], save=save)
+        for scores in (True, False):
+            specs = list(spec.specs(target, scores=scores))
+            assert specs and set(specs) <= matrix
 
 
 def test_a_layer_without_a_target_has_nothing_to_warm_up():

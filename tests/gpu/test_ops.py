@@ -14,25 +14,13 @@ from cute_kernels.target import Target
 from tests.cpu.test_layer import COS_SIN, HEADS, KINDS, Model, Prompt
 from tests.cpu.test_validate import CALLS, behind_a_compiled_function, compress_arguments, index_arguments, insert_arguments, sweep
 from tests.support.decode_case import decode_case
+from tests.support.devices import on_gpu
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="executes both families' source on an SM90 GPU (H100, H200), and there is none",
 )
 SM100, SM120 = Target("sm100", "sm_90a"), Target("sm120", "sm_90a")
-
-
-def on_gpu(value: Any) -> Any:
-    """A value on the GPU: tensors keep strides, offset and alignment; index tables and steps are moved whole."""
-    if isinstance(value, torch.Tensor):
-        if value.device.type != "cpu":
-            return value.cpu() if value.device.type == "cuda" else torch.zeros(value.shape, dtype=value.dtype)
-        storage = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
-        whole = storage[: storage.numel() // value.element_size() * value.element_size()].cuda().view(value.dtype)
-        return whole.as_strided(value.shape, value.stride(), value.storage_offset())
-    if isinstance(value, ck.CombinedIndices | ck.SegmentIndices):
-        return type(value)(*(on_gpu(t) for t in vars(value).values()))
-    return value
 
 
 def arguments(make: Any, **changes: Any) -> dict[str, Any]:
