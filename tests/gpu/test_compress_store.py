@@ -10,10 +10,12 @@ import torch
 from cute_kernels import ops, reference
 from cute_kernels.compile import cache
 from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.reference import quant
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target
 from tests.support.compress import CompressCase, make_compress_case
 from tests.support.compress_check import check_compress
+from tests.support.pools import owned_bytes
 from tests.support.steps import Request, mix
 
 pytestmark = pytest.mark.skipif(
@@ -64,7 +66,7 @@ def same_storages(one: CompressCase, other: CompressCase) -> bool:
 
 @formats
 @ratios
-@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 7, 127, 128, 129, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 5, 7, 127, 128, 129, 300])
 def test_every_token_count(family: str, kv_format: str, ratio: int, tokens: int) -> None:
     """A mix of decode, speculative and chunked rows, with padding rows, skipped rows and rows without a KV slot."""
     for seed, policy in enumerate(POLICIES[tokens % 2 :: 2]):
@@ -78,34 +80,31 @@ def test_every_token_count(family: str, kv_format: str, ratio: int, tokens: int)
 @ratios
 @pytest.mark.parametrize("tokens", [2048, 8192])
 def test_large_steps_equal_the_reference(family: str, kv_format: str, ratio: int, tokens: int) -> None:
-    """Prefill-sized steps, judged by the reference on the GPU, whose own error is judged on small ones."""
+    """Prefill-sized steps, judged by the reference on the GPU, which the CPU tests judge by the definition."""
     policy = POLICIES[3] if tokens == 8192 else POLICIES[0]
-    case = make(mix(tokens, 9, ratio=ratio, seed=tokens), ratio, kv_format, save=policy, padding=13).to("cuda")
+    case = make(mix(tokens, 64 if tokens == 2048 else 9, ratio=ratio, seed=tokens), ratio, kv_format, save=policy, padding=13).to("cuda")
     want = case.clone()
     reference.compress_store(*want.args(), **want.kwargs())
     got = case.clone()
     ops.compress_store(*got.args(), **got.kwargs(), target=Target(family, "sm_90a"))
     assert torch.equal(got.state_storage.view(torch.int32), want.state_storage.view(torch.int32))
+    slots = closing_slots(case)
+    owned = torch.from_numpy(owned_bytes(case.pool, len(case.kv_storage), slots.tolist())).to(slots.device)
     differ = got.kv_storage != want.kv_storage
-    # A value next to a rounding boundary may fall on either side; a packed group may then take the neighbouring scale.
-    assert differ.float().mean().item() < 2e-3, f"{int(differ.sum())} of {differ.numel()} bytes differ"
-    written = want.kv_storage != case.kv_storage
-    assert not (differ & ~written & ~(got.kv_storage != case.kv_storage)).any()
-    one = reference.quant.read_rows(got.kv_cache, *slots_of(case))
-    other = reference.quant.read_rows(want.kv_cache, *slots_of(case))
-    # Neighbouring values of the format, two for E4M3 codes that straddle a scale.
-    step = {"bf16": 2**-7, "fp8": 2**-2, "fp8_ds_mla": 2**-2}[kv_format]
-    allowed = step * torch.maximum(one.abs(), other.abs()) + 2**-9
-    assert bool(((one - other).abs() <= allowed).all())
+    assert not (differ & ~owned).any()
+    # A value next to a rounding boundary may fall on either side of it, and takes the neighbouring value of its format then.
+    assert differ.sum().item() <= 0.002 * owned.sum().item()
+    place = (slots // case.pool.page_rows, slots % case.pool.page_rows)
+    one, other = (quant.read_rows(x.kv_cache, *place) for x in (got, want))
+    step = 2**-7 if kv_format == "bf16" else 2**-2
+    assert bool(((one - other).abs() <= step * torch.maximum(one.abs(), other.abs()) + 2**-9).all())
 
 
-def slots_of(case: CompressCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages and offsets of the rows that a case writes: closing rows with a KV slot (such cases skip none)."""
-    n = min(len(case.positions), len(case.kv_slots))
-    count = sum(q.rows for q in case.requests)
-    slots = case.kv_slots[:n][:count][((case.positions[:n][:count] + 1) % case.ratio == 0)]
-    slots = slots[slots >= 0]
-    return slots // case.pool.page_rows, slots % case.pool.page_rows
+def closing_slots(case: CompressCase) -> torch.Tensor:
+    """KV slots of the rows that a case without skipped or short rows writes."""
+    live = sum(q.rows for q in case.requests)
+    slots = case.kv_slots[:live][(case.positions[:live] + 1) % case.ratio == 0]
+    return slots[slots >= 0]
 
 
 @formats
@@ -202,16 +201,8 @@ def test_captured_graph_follows_its_inputs(family: str, kv_format: str, ratio: i
         fresh = wanted.clone()
         ops.compress_store(*fresh.args(), **fresh.kwargs(), target=Target(family, "sm_90a"))
         assert same_storages(static, fresh)
-        cut = dataclasses.replace(wanted.to("cpu"), cache={})
         if live in (256, 130):
-            judged = keep_live(cut, live)
-            check_compress(judged, static)
-
-
-def keep_live(case: CompressCase, live: int) -> CompressCase:
-    """The case with exactly its first `live` rows real; requests keep their sequence lengths, so policies judge as before."""
-    case.state_slots[live:] = -1
-    return case
+            check_compress(dataclasses.replace(wanted.to("cpu"), cache={}), static)
 
 
 @formats
@@ -235,24 +226,24 @@ def test_two_streams(family: str, kv_format: str, ratio: int) -> None:
 @ratios
 @pytest.mark.parametrize("pdl", [True, False])
 def test_behind_a_slow_producer(family: str, kv_format: str, ratio: int, pdl: bool) -> None:
-    """Inputs arrive late, and the next kernel overwrites them at once: nothing is read early or late."""
-    case = make(mix(256, 20, ratio=ratio, seed=2), ratio, kv_format).to("cuda")
+    """Inputs arrive late, by ordinary kernels; and state rows arrive late, by a launch that lets its successor start early."""
+    case = make(mix(2048, 20, ratio=ratio, seed=2), ratio, kv_format).to("cuda")
     want = run(case, family)
-    static = case.clone()
+    saving, pooling = case.clone(), case.clone()
+    pooling.kv_score = pooling.ape = None
+    pooling.state_storage = saving.state_storage  # written by `saving`, read by `pooling`
     inputs = ("kv_score", "positions", "token_to_req", "state_slots", "kv_slots", "state_storage", "kv_storage")
-    poison = {name: torch.full_like(getattr(static, name), -1) for name in inputs}
-    launch(static, family, pdl=pdl)
-    big = torch.ones(1 << 22, device="cuda")
-    for _ in range(40):
+    poison = {name: torch.full_like(getattr(case, name), -1) for name in inputs}
+    for _ in range(25):
         for name in inputs:
-            getattr(static, name).copy_(poison[name])
-        for _ in range(3):
-            big.mul_(1.0)
+            getattr(saving, name).copy_(poison[name])
         for name in inputs:
-            getattr(static, name).copy_(getattr(case, name))
-        launch(static, family, pdl=pdl)
-        got = (static.state_storage.clone(), static.kv_storage.clone())
-        assert torch.equal(got[0].view(torch.int32), want.state_storage.view(torch.int32)) and torch.equal(got[1], want.kv_storage)
+            getattr(saving, name).copy_(getattr(case, name))
+        pooling.kv_storage.copy_(case.kv_storage)
+        launch(saving, family, pdl=pdl)
+        launch(pooling, family, pdl=pdl)
+        assert same_storages(saving, want)
+        assert same_storages(pooling, want)
 
 
 @formats
@@ -269,7 +260,7 @@ def test_pools_beyond_two_gigabytes(family: str, kv_format: str, ratio: int) -> 
     state[moved] = case.state
     pages, page_rows, width = small.kv_cache.shape
     stride = small.kv_cache.stride(0) * small.kv_cache.element_size()
-    far_pages = 5 * 2**29 // stride
+    far_pages = 9 * 2**29 // stride
     kv_storage = torch.empty(far_pages * stride, dtype=torch.uint8, device="cuda")
     kv = kv_storage.view(small.kv_cache.dtype).as_strided((far_pages, page_rows, width), small.kv_cache.stride(), 0)
     kv_storage[-pages * stride :] = case.kv_storage[: pages * stride]
