@@ -29,13 +29,13 @@ class NamedBarriers:
     def fragments(self) -> list[Fragment]:
         return [f for parts in self.waiting.values() for f, _ in parts]
 
-    def split_whole_warps(self, f: Fragment, live: list[int]) -> tuple[Fragment | None, Fragment | None]:
-        """(lanes whose whole warp is here, the rest)."""
+    def split_whole_warps(self, f: Fragment, live: list[int], aligned: bool) -> tuple[Fragment | None, Fragment | None]:
+        """(lanes whose whole warp is here, the rest). An aligned barrier needs even the lanes that have left: PTX demands all of a warp."""
         machine = self.machine
         if f.whole_warps:
             return f, None
         warps, first, bits = machine.warps(f)
-        complete = bits == machine.alive_bits(warps)
+        complete = bits == machine.lane_bits(warps, machine.launched if aligned else machine.alive)
         if complete.all():
             return f, None
         lanes = np.repeat(complete, np.diff(np.r_[first, f.n]))

@@ -77,6 +77,7 @@ class Machine:
         total = self.block_count * self.block_lanes
         self.alive = np.zeros(total, bool)
         self.alive[lanes] = True
+        self.launched = self.alive.copy()
         self.parameters = np.frombuffer(launch.parameters + bytes(16), np.uint8)
         self.shared = SharedMemory(self.block_count, program.build.dynamic_start + launch.dynamic_shared, launch.cluster_size)
         self.local = LocalMemory(total, program.build.local_bytes)
@@ -182,7 +183,7 @@ class Machine:
                 return
             for step in block.steps:
                 step(f)
-                step_index += 1  # noqa: SIM113  (read by the handler below)
+                step_index += 1
         except AccessFault as fault:
             ins = block.instructions[step_index]
             raise self.fault(fault.check, fault.message, f, fault.index, ins, fault.tensor) from None
@@ -232,6 +233,10 @@ class Machine:
             self.races.exited(f)
         self.barriers.release_ready()
         self.clusters.release_ready()
+        parked, self.parked = self.parked, {}
+        for parts in parked.values():  # nobody waits for threads that have left
+            for part in parts:
+                self.enqueue(part)
 
     def warps(self, f: Fragment) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Of a fragment: warp numbers, first position of each warp, and the bit mask of lanes present."""
@@ -242,7 +247,11 @@ class Machine:
 
     def alive_bits(self, warps: np.ndarray) -> np.ndarray:
         """Bit masks of the lanes of these warps that have not left."""
-        rows = self.alive.reshape(-1, 32)[warps]
+        return self.lane_bits(warps, self.alive)
+
+    def lane_bits(self, warps: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        """Bit masks of the lanes of these warps marked in `lanes`."""
+        rows = lanes.reshape(-1, 32)[warps]
         return (rows.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1, dtype=np.uint64)
 
     # ---- ends

@@ -42,11 +42,11 @@ def _bar(build: Build, ins: ptx.Instruction) -> Collective:
         raise m.unsupported()
     number = build.source(operands[0], "u32", ins)
     count = build.source(operands[1], "u32", ins) if len(operands) == 2 else None
-    del aligned  # both forms need whole warps here: the hardware counts an unaligned barrier by warps as well
+    # Both forms need whole warps: the hardware counts an unaligned barrier by warps as well, but not for lanes that have left.
 
     def run(f: Fragment) -> list[Fragment]:
         machine = f.machine
-        ready, rest = machine.barriers.split_whole_warps(f, machine.program.blocks[f.pc].live_in)
+        ready, rest = machine.barriers.split_whole_warps(f, machine.program.blocks[f.pc].live_in, aligned)
         if rest is not None:
             machine.park(rest)
         if ready is None:
@@ -78,12 +78,12 @@ def _bar(build: Build, ins: ptx.Instruction) -> Collective:
 def _cluster(ins: ptx.Instruction, m: Modifiers) -> Collective:
     action = m.take("arrive", "wait")
     order = m.take("release", "relaxed", "acquire")
-    m.take("aligned")
+    aligned = bool(m.take("aligned"))
     m.finish(0)
     if action == "arrive":
 
         def arrive(f: Fragment) -> list[Fragment]:
-            ready, rest = f.machine.barriers.split_whole_warps(f, f.machine.program.blocks[f.pc].live_in)
+            ready, rest = f.machine.barriers.split_whole_warps(f, f.machine.program.blocks[f.pc].live_in, aligned)
             if rest is not None:
                 f.machine.park(rest)
             if ready is None:

@@ -1,0 +1,265 @@
+"""Small PTX kernels that are right, for the tests that plant faults in them."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import numpy as np
+
+from ptx_emulator import FOREIGN, UNWRITTEN, Memory, Result, run_ptx
+
+HEADER = """
+.version 9.0
+.target sm_100a
+.address_size 64
+"""
+REGISTERS = """
+    .reg .pred %p<9>;
+    .reg .b32 %r<30>;
+    .reg .b64 %l<30>;
+"""
+
+
+def entry(parameters: str, body: str, shared: int = 0) -> str:
+    """A kernel `k` with `shared` bytes of shared memory named `stage`."""
+    stage = f".shared .align 16 .b8 stage[{shared}];" if shared else ""
+    code = textwrap.indent(textwrap.dedent(body), "    ")
+    return f"{HEADER}.visible .entry k({parameters})\n{{{REGISTERS}    {stage}\n{code}    ret;\n}}\n"
+
+
+# Reverses each row of x [rows, n] into y [rows, n] through shared memory. One block a row, 64 threads, n <= 64; launched with PDL.
+REVERSE = entry(
+    ".param .u64 x, .param .u64 y, .param .u32 n, .param .u32 pitch, .param .u32 rows",
+    """
+    griddepcontrol.wait;
+    ld.param.b64 %l1, [x];
+    ld.param.b64 %l2, [y];
+    ld.param.b32 %r1, [n];
+    ld.param.b32 %r2, [pitch];
+    mov.u32 %r3, %tid.x;
+    mov.u32 %r4, %ctaid.x;
+    mul.wide.s32 %l3, %r4, %r2;
+    shl.b64 %l3, %l3, 2;
+    mul.wide.s32 %l4, %r3, 4;
+    add.s64 %l5, %l1, %l3;
+    add.s64 %l5, %l5, %l4;
+    add.s64 %l6, %l2, %l3;
+    add.s64 %l6, %l6, %l4;
+    mov.u32 %r5, stage;
+    shl.b32 %r6, %r3, 2;
+    add.s32 %r6, %r5, %r6;
+    setp.ge.s32 %p1, %r3, %r1;
+    @%p1 bra LOADED;
+    ld.global.b32 %r7, [%l5];
+    st.shared.b32 [%r6], %r7;
+LOADED:
+    bar.sync 0;
+    setp.ge.s32 %p2, %r3, %r1;
+    @%p2 bra DONE;
+    sub.s32 %r8, %r1, %r3;
+    add.s32 %r8, %r8, -1;
+    shl.b32 %r9, %r8, 2;
+    add.s32 %r9, %r5, %r9;
+    ld.shared.b32 %r10, [%r9];
+    st.global.b32 [%l6], %r10;
+DONE:
+    griddepcontrol.launch_dependents;
+    """,
+    shared=256,
+)
+
+
+def run_reverse(
+    text: str, *, rows: int = 3, n: int = 50, pitch: int = 50, owned: int | None = None, **options: Any
+) -> tuple[np.ndarray, Result]:
+    """Run REVERSE or a mutation; `owned` columns of y may be written (all by default). Returns y and the result."""
+    memory = Memory()
+    x = np.arange(rows * n, dtype=np.int32).reshape(rows, n)
+    y = np.zeros((rows, n), np.int32)
+    at_x = memory.add_array("x", x, writable=False)
+    at_y = memory.add_array("y", y)
+    memory.find("y").mark(UNWRITTEN, True)
+    if owned is not None:
+        mask = np.zeros((rows, n, 4), bool)
+        mask[:, owned:] = True
+        memory.find("y").mark(FOREIGN, True, mask.ravel())
+    options.setdefault("pdl", True)
+    result = run_ptx(text, rows, 64, [at_x, at_y, n, pitch, rows], memory, **options)
+    return y, result
+
+
+# Sums 64 values per round over several rounds: a shared buffer that is used again, so it needs both barriers.
+ROUNDS = entry(
+    ".param .u64 y, .param .u32 rounds",
+    """
+    ld.param.b64 %l1, [y];
+    ld.param.b32 %r1, [rounds];
+    mov.u32 %r2, %tid.x;
+    mov.u32 %r3, stage;
+    shl.b32 %r4, %r2, 2;
+    add.s32 %r4, %r3, %r4;
+    xor.b32 %r5, %r2, 63;
+    shl.b32 %r5, %r5, 2;
+    add.s32 %r5, %r3, %r5;
+    mov.u32 %r6, 0;
+    mov.u32 %r7, 0;
+LOOP:
+    add.s32 %r8, %r2, %r7;
+    st.shared.b32 [%r4], %r8;
+    bar.sync 0;
+    ld.shared.b32 %r9, [%r5];
+    add.s32 %r6, %r6, %r9;
+    barrier.sync 0;
+    add.s32 %r7, %r7, 1;
+    setp.lt.s32 %p1, %r7, %r1;
+    @%p1 bra LOOP;
+    mul.wide.u32 %l2, %r2, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r6;
+    """,
+    shared=256,
+)
+
+
+def run_vector(
+    text: str, *, threads: int = 64, grid: int = 1, count: int | None = None, parameters: tuple[int, ...] = (), **options: Any
+) -> np.ndarray:
+    """Run a kernel of parameters (y, *parameters) over int32 y; returns it."""
+    memory = Memory()
+    y = np.zeros(count or threads * grid, np.int32)
+    run_ptx(text, grid, threads, [memory.add_array("y", y), *parameters], memory, **options)
+    return y
+
+
+# Blocks of a cluster of 2 exchange a value through distributed shared memory.
+EXCHANGE = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %cluster_ctarank;
+    mov.u32 %r3, %ctaid.x;
+    mov.u32 %r4, stage;
+    shl.b32 %r5, %r1, 2;
+    add.s32 %r5, %r4, %r5;
+    xor.b32 %r6, %r2, 1;
+    mad.lo.s32 %r7, %r3, 100, %r1;
+    barrier.cluster.arrive.relaxed.aligned;
+    barrier.cluster.wait.aligned;
+    mapa.shared::cluster.u32 %r8, %r5, %r6;
+    st.shared::cluster.b32 [%r8], %r7;
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    ld.shared.b32 %r9, [%r5];
+    mul.lo.s32 %r10, %r3, 32;
+    add.s32 %r10, %r10, %r1;
+    mul.wide.u32 %l2, %r10, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r9;
+    """,
+    shared=128,
+)
+
+# The same by reading the other block's memory: nobody may leave before the other has read.
+FETCH = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %cluster_ctarank;
+    mov.u32 %r3, %ctaid.x;
+    mov.u32 %r4, stage;
+    shl.b32 %r5, %r1, 2;
+    add.s32 %r5, %r4, %r5;
+    mad.lo.s32 %r7, %r3, 100, %r1;
+    st.shared.b32 [%r5], %r7;
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    xor.b32 %r6, %r2, 1;
+    mapa.shared::cluster.u32 %r8, %r5, %r6;
+    ld.shared::cluster.b32 %r9, [%r8];
+    mul.lo.s32 %r10, %r3, 32;
+    add.s32 %r10, %r10, %r1;
+    mul.wide.u32 %l2, %r10, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r9;
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    """,
+    shared=128,
+)
+
+# One thread copies 256 bytes of x into shared memory in bulk; all wait on the mbarrier and copy them to y.
+BULK = entry(
+    ".param .u64 y, .param .u64 x",
+    """
+    ld.param.b64 %l1, [y];
+    ld.param.b64 %l2, [x];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, stage;
+    add.s32 %r3, %r2, 256;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READY;
+    mbarrier.init.shared.b64 [%r3], 1;
+    fence.mbarrier_init.release.cluster;
+READY:
+    bar.sync 0;
+    @%p1 bra WAIT;
+    mbarrier.arrive.expect_tx.shared.b64 %l5, [%r3], 256;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%l2], 256, [%r3];
+WAIT:
+    {
+    .reg .pred done;
+AGAIN:
+    mbarrier.try_wait.parity.shared.b64 done, [%r3], 0;
+    @done bra OUT;
+    bra AGAIN;
+OUT:
+    }
+    shl.b32 %r4, %r1, 2;
+    add.s32 %r5, %r2, %r4;
+    ld.shared.b32 %r6, [%r5];
+    mul.wide.u32 %l3, %r1, 4;
+    add.s64 %l3, %l1, %l3;
+    st.global.b32 [%l3], %r6;
+    """,
+    shared=272,
+)
+
+# Four bytes per thread by cp.async, then read by the neighbour.
+ASYNC = entry(
+    ".param .u64 y, .param .u64 x",
+    """
+    ld.param.b64 %l1, [y];
+    ld.param.b64 %l2, [x];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, stage;
+    shl.b32 %r3, %r1, 2;
+    add.s32 %r4, %r2, %r3;
+    mul.wide.u32 %l3, %r1, 4;
+    add.s64 %l4, %l2, %l3;
+    cp.async.ca.shared.global [%r4], [%l4], 4;
+    cp.async.commit_group;
+    cp.async.wait_group 0;
+    bar.sync 0;
+    xor.b32 %r5, %r3, 4;
+    add.s32 %r5, %r2, %r5;
+    ld.shared.b32 %r6, [%r5];
+    add.s64 %l5, %l1, %l3;
+    st.global.b32 [%l5], %r6;
+    """,
+    shared=256,
+)
+
+
+def run_copy(text: str) -> np.ndarray:
+    """Run BULK or ASYNC on x = 7, 8, ..., 70; returns y."""
+    memory = Memory()
+    x, y = np.arange(7, 71, dtype=np.int32), np.zeros(64, np.int32)
+    whole = np.zeros(96, np.int32)
+    start = (-whole.ctypes.data % 16) // 4
+    whole[start : start + 64] = x
+    parameters = [memory.add_array("y", y), memory.add_array("x", whole[start : start + 64], writable=False)]
+    run_ptx(text, 1, 64, parameters, memory)
+    return y
