@@ -75,7 +75,7 @@ class Format:
 
 
 def formats() -> list[Format]:
-    """BF16 and FP8 rows of the SM100 family, packed rows of the SM120 family; on this GPU where it is of that family, else on the CPU."""
+    """BF16 and FP8 rows (SM100 family), packed rows (SM120 family): on this GPU where it belongs to that family, else on the CPU."""
     own = None
     if torch.cuda.is_available() and torch.cuda.get_device_capability() in ((10, 0), (10, 3), (12, 0), (12, 1)):
         own = Target.from_capability(torch.cuda.get_device_capability())

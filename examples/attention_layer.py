@@ -325,6 +325,7 @@ class DeepseekV4Attention(nn.Module):
             cos_sin=self.cos_sin,
             sinks=self.sinks,
             target=engine.target,
+            insert_backend="reference",  # qkv_insert has no kernel yet: norm and rotation of q run in plain PyTorch, on a GPU too
             **compressor,
         )
         if cache.window.is_cuda:
