@@ -310,7 +310,7 @@ class _Body:
                     self.kernel.labels[name] = len(self.kernel.instructions)
                 continue
             start = p.at
-            if p.text.startswith((".loc", ".file"), p.at):
+            if p.text.startswith((".loc ", ".loc\t", ".file "), p.at):
                 p.at = p.text.find("\n", p.at)
                 continue
             statement = p.until(";").strip()

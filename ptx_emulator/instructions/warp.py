@@ -214,7 +214,7 @@ def _redux(build: Build, ins: ptx.Instruction) -> Collective:
         _, group = np.unique(key, return_inverse=True)
         order = np.argsort(group, kind="stable")
         first = np.flatnonzero(np.r_[True, np.diff(group[order]) != 0])
-        total = combine.reduceat(values[order], first)[group]
+        total = combine.reduceat(values[order], first, dtype=values.dtype)[group]
         bits = np.ascontiguousarray(total).view(U32)
         ready.regs[d] = canonical(bits) if floats else bits
         return [ready]
