@@ -118,6 +118,15 @@ def store_compacted(entries: cute.Tensor, gRow: cute.Tensor, begin: Int32, lane:
 
 
 @cute.jit
+def store_ranked(entry: Int32, gRow: cute.Tensor, begin: Int32, lane: Int32, stores: Boolean) -> Int32:
+    """Store one entry of each lane, if valid, in order from column `begin` on, in the warp that `stores`; returns the column after."""
+    valid = cute.arch.vote_ballot_sync(entry >= 0)
+    if stores & (entry >= 0):
+        gRow[begin + cute.arch.popc(valid & ((1 << lane) - 1))] = entry
+    return begin + cute.arch.popc(valid)
+
+
+@cute.jit
 def fill(gRow: cute.Tensor, begin: Int32, thread: Int32, threads: cutlass.Constexpr, vector: cutlass.Constexpr):
     """-1 in columns begin.. of a table row, by `threads` threads; its width is a multiple of `vector`."""
     bits = vector.bit_length() - 1

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device.compaction import WARP, count_valid, fill, stage_words, store_compacted
+from cute_kernels.device.compaction import WARP, count_valid, fill, stage_words, store_compacted, store_ranked
 from cute_kernels.device.memory import STREAM, base_address, load_vector
 from cute_kernels.device.pdl import begin
 from cute_kernels.device.slots import INT32_MAX, Divisor, Pool, resolve_rows, resolve_slots
@@ -250,16 +250,14 @@ class SparseIndices:
                     self.load_ids(inputs, row, first + batch + share * share_of_batch, columns, lane, ids)
             if cutlass.const_expr(inputs.ids is not None):
                 rest = columns & (self.vector - 1)
-                if rest > 0:  # ids that fill no whole vector: one a lane, looked up by each warp, stored by the first
-                    id_of_lane = cute.make_rmem_tensor(cute.make_layout((1, 1)), Int32)
-                    entry = cute.make_rmem_tensor(cute.make_layout((1, 1)), Int32)
+                if rest > 0:  # ids that fill no whole vector: one a lane, looked up by every warp, stored by the first
+                    id_of_lane = cute.make_rmem_tensor(cute.make_layout(1), Int32)
+                    entry = cute.make_rmem_tensor(cute.make_layout(1), Int32)
                     id_of_lane[0] = Int32(-1)
                     if lane < rest:
                         id_of_lane[0] = inputs.ids[row, columns - rest + lane]
                     self.resolve(inputs, id_of_lane, limit, request, pool, entry)
-                    if share == 0:
-                        store_compacted(entry, gRow, count, lane, sStage)
-                    count = count + count_valid(entry, lane)
+                    count = store_ranked(entry[0], gRow, count, lane, share == 0)
             fill(gRow, count, share * WARP + lane, warps * WARP, self.vector)
         if cutlass.const_expr(outputs.lengths is not None):
             if (share == 0) & (lane == 0):
