@@ -181,6 +181,17 @@ def test_without_flashinfer_only_decode_is_refused(monkeypatch):
     case.run()
 
 
+def test_a_flashinfer_that_fails_while_it_is_imported_is_an_answer(monkeypatch, tmp_path):
+    (tmp_path / "flashinfer").mkdir()
+    (tmp_path / "flashinfer" / "__init__.py").write_text("raise AssertionError('Torch not compiled with CUDA enabled')")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "flashinfer"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    flashinfer_backend.load.cache_clear()
+    found = flashinfer_backend.capabilities()
+    assert found.version is None and "AssertionError: Torch not compiled with CUDA enabled" in found.reason
+
+
 def test_a_flashinfer_that_cannot_read_storage_rows_is_too_old(monkeypatch):
     import flashinfer.mla
 
