@@ -163,8 +163,8 @@ class Run:
             layer.output(attention, batch)
             line.seconds += (self._clock() - begin) / sum(other.ratio == layer.ratio for other in self.layers)
             for request, rows in batch.rows():
-                optional = (None if x is None else x[rows] for x in (projected.kv_score, projected.ids))
-                layer_judge.step(request, projected.q[rows], projected.kv[rows], *optional, attention[rows])
+                kv_score, ids = (None if x is None else x[rows] for x in (projected.kv_score, projected.ids))
+                layer_judge.step(request, projected.q[rows], projected.kv[rows], kv_score, ids, attention[rows])
                 layer_judge.reject(request, work.rejected.get(request, 0))
         for request, count in work.rejected.items():
             self.engine.reject(request, count)

@@ -191,8 +191,13 @@ class Weights:
     @staticmethod
     def of(layer: Any) -> Weights:
         """A copy of the example layer's."""
-        compressor = (layer.ape, layer.compressor_norm.weight) if layer.ratio != 1 else (None, None)
-        return Weights(*(None if x is None else x.detach().cpu().double().clone() for x in (layer.sinks, *compressor)))
+
+        def copy(x: Tensor) -> Tensor:
+            return x.detach().cpu().double().clone()
+
+        if layer.ratio == 1:
+            return Weights(copy(layer.sinks), None, None)
+        return Weights(copy(layer.sinks), copy(layer.ape), copy(layer.compressor_norm.weight))
 
 
 class LayerJudge:
