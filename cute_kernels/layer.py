@@ -260,6 +260,8 @@ class SparseMLA:
 
         Returns [T, num_heads, 512] bf16, a view.
         """
+        if validate.tensor("q", q).dim() != 3 or q.shape[1] != self.spec.num_heads:
+            raise InvalidArgument("q", f"shape {list(q.shape)}", f"[{step.num_tokens}, {self.spec.num_heads}, {HEAD_DIM}]")
         self.compress(step, tables, kv_score)
         indices = self.indices(step, tables, ids)
         padded = self._insert(q=q, kv=kv, slots=tables.window_slots, positions=step.positions)

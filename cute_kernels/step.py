@@ -17,8 +17,8 @@ class StepMetadata:
 
     Rows are ordered by request. Decode rows are those of the leading requests with at most `decode_query_len` query rows;
     all later rows are prefill rows. Every device tensor lives in a buffer allocated once, and `update` writes into these
-    buffers without allocating or synchronising, so a CUDA graph captured over them stays valid. Exact sequence lengths
-    are kept on the device only.
+    buffers without synchronising, so a CUDA graph captured over them stays valid. Exact sequence lengths are kept on the
+    device only.
 
     num_requests, num_tokens              requests R and rows T of this step
     query_start_loc                       int32 [R + 1] on the device: request r owns rows [r], [r + 1)
@@ -110,7 +110,8 @@ class StepMetadata:
         positions     int64 [T] on the device, where the engine has them already; else they are computed
         token_to_req  int32 [T] on the device, likewise
 
-        `InvalidArgument` where a length is negative, the buffers are too small, or shapes, dtypes or devices disagree.
+        `InvalidArgument` where a length is negative, the buffers are too small, or shapes, dtypes or devices disagree; and, where
+        `seq_lens` comes from the CPU, where a sequence is shorter than its query (0 marks a padding request).
         """
         lens = torch.as_tensor(query_lens, dtype=torch.int64)
         if lens.dim() != 1 or lens.device.type != "cpu":
@@ -124,6 +125,10 @@ class StepMetadata:
         seq = torch.as_tensor(seq_lens, dtype=None if isinstance(seq_lens, torch.Tensor) else torch.int32)
         if seq.dtype != torch.int32 or tuple(seq.shape) != tuple(lens.shape):
             raise InvalidArgument("seq_lens", f"{seq.dtype} {list(seq.shape)}", f"torch.int32 [{len(lens)}], one entry per query length")
+        short = ((seq < lens) & (seq != 0)).nonzero().flatten().tolist() if seq.device.type == "cpu" else []
+        if short:
+            r = short[0]
+            raise InvalidArgument("seq_lens", f"{int(seq[r])} for request {r}", f"0, or at least its {int(lens[r])} query rows")
         total = int(lens.sum())
         for name, value, dtype in (("positions", positions, torch.int64), ("token_to_req", token_to_req, torch.int32)):
             if value is not None and (value.dtype != dtype or tuple(value.shape) != (total,) or value.device.type != self.device.type):

@@ -100,6 +100,8 @@ def test_a_capture_builds_its_own_tables(monkeypatch):
         (([5, 4], [5, 4]), "query_lens: got 9 rows, expected at most max_tokens=8"),
         (([[1]], [3]), "query_lens: got shape"),
         (([1, 1], [3]), "seq_lens: got"),
+        (([1, 4], [3, 3]), "seq_lens: got 3 for request 1, expected 0, or at least its 4 query rows"),
+        (([1], [-1]), "seq_lens: got -1"),
         (([1], torch.tensor([3])), r"seq_lens: got torch.int64"),
     ],
 )

@@ -347,7 +347,8 @@ def test_decode_values_are_checked_on_request(family, monkeypatch):
         changed = {**vars(indices), table: put(getattr(indices, table), (0, least), -1)}
         with pytest.raises(ck.InvalidArgument, match=f"indices.{table}: got -1"):
             case.run(indices=type(indices)(**changed))
-    step = ck.StepMetadata.of([1, 1, 1, 3, 2], [300, 7, 129, 140, 1])
+    step = ck.StepMetadata.of([1, 1, 1, 3, 2], [300, 7, 129, 140, 3])
+    step.seq_lens[4] = 1
     with pytest.raises(ck.InvalidArgument, match=r"step\.seq_lens: got 1 for request 4"):
         case.run(step=step)
 
