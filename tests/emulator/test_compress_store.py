@@ -1,0 +1,158 @@
+"""Every `compress_store` kernel of the support matrix, its SM100 and SM120 PTX executed and judged against float64.
+
+The emulator is told which rows a case may write: a store anywhere else is a fault at its PTX line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_kernels import ops
+from cute_kernels.compile.matrix import support_matrix
+from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.save_policy import SavePolicy
+from cute_kernels.target import Target
+from ptx_emulator import FOREIGN, Memory
+from tests.emulator.emulated import Coverage, at_alignment, emulated, prepare, sparse
+from tests.support.compress import CompressCase, make_compress_case
+from tests.support.compress_check import check_compress, expected
+from tests.support.pools import owned_bytes
+from tests.support.steps import Request, mix
+
+TARGETS = (Target("sm100", "sm_100a"), Target("sm120", "sm_120a"))
+SPECS = [s for t in TARGETS for s in support_matrix(t) if isinstance(s, CompressStoreSpec)]
+FORMATS = {"sm100": ("bf16", "fp8"), "sm120": ("fp8_ds_mla",)}
+POLICY = SavePolicy(rollback=3, prefix_stride=64)
+
+
+def own(case: CompressCase, memory: Memory) -> None:
+    """Declare the rows this case may write."""
+    want = expected(case)[0]
+    cache, state = memory.find("kv_cache"), memory.find("state")
+    for buffer in (cache, state):
+        buffer.mark(FOREIGN, True)
+    owned = owned_bytes(case.pool, case.kv_storage.numel(), list(want.rows))[case.pool.base :][: cache.span]
+    cache.mark(FOREIGN, False, owned)
+    (_, _, width), (block_stride, row_stride, _), _ = case.state_layout
+    for block, row in want.saved:
+        first = 4 * (block * block_stride + row * row_stride)
+        state.mark(FOREIGN, False, slice(first, first + 4 * width))
+
+
+def run(case: CompressCase, target: Target, **options: Any) -> CompressCase:
+    """The public call on a copy of the case; the copy."""
+    after = case.clone()
+
+    def declare(name: str, memory: Memory, arguments: dict[str, Any]) -> None:
+        prepare(name, memory, arguments)
+        own(case, memory)
+
+    with emulated(target, prepare=declare, **options):
+        ops.compress_store(*after.args(), **after.kwargs())
+    return after
+
+
+def aligned(case: CompressCase, alignment: int) -> CompressCase:
+    """The case with a `norm_weight` that allows accesses of exactly `alignment` bytes (pools and scores follow the case's own)."""
+    return dataclasses.replace(case, norm_weight=at_alignment(case.norm_weight, alignment), cache=case.cache)
+
+
+def cases(spec: CompressStoreSpec) -> list[CompressCase]:
+    ratio, scored = spec.ratio, spec.scores
+    save = POLICY if spec.save == "policy" else SavePolicy.EVERY_ROW
+    common: dict[str, Any] = {
+        "ratio": ratio,
+        "kv_format": spec.kv_format,
+        "scored": scored,
+        "save": save,
+        "alignment": spec.vector_bytes,
+        "kv_scale": 0.5 if spec.kv_format == "fp8" else None,
+    }
+    prefill = [Request(0, 2 * ratio + 3), Request(3 * ratio - 2, ratio + 5), Request(5 * ratio - 1, 1), Request(ratio - 1, 4)]
+    decode = [Request(k * ratio - 1 + k % 2, 1) for k in range(1, 9)]
+    made = [
+        make_compress_case(prefill, padding=5, seed=1, **common),
+        make_compress_case(decode, padding=2, unstored=0.2, seed=2, **common),
+        make_compress_case(mix(40, 7, ratio=ratio), skipped=0.2, stale_blocks=True, padding=3, short="kv_slots", seed=3, **common),
+        make_compress_case(decode[:4], value_scale=1e4, score_scale=20.0, seed=4, **{**common, "kv_scale": None}),
+        make_compress_case(decode[:3], value_scale=1e-4, zero_group=True, strided=False, seed=5, **common),
+        make_compress_case([Request(9 * ratio - 3, 6)], state_block=3, page_rows=5, seed=6, **common),
+        # Enough rows that a cluster has all of its share, which it takes from a long stretch.
+        make_compress_case(mix(1100 if ratio == 4 else 2200, 5, ratio=ratio), seed=9, **common),
+    ]
+    return [aligned(c, spec.vector_bytes) for c in made]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_spec(spec: CompressStoreSpec) -> None:
+    coverage = Coverage()
+    for case in cases(spec):
+        check_compress(case, run(case, spec.target, on_result=coverage.record))
+    coverage.require(str(spec))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_every_token_count(target: Target, ratio: int) -> None:
+    for tokens in (0, 1, 3, 4, 5, 7, 127, 128, 129, 300):
+        case = make_compress_case(
+            mix(tokens, max(1, min(64, tokens // 3)), ratio=ratio), ratio=ratio, kv_format=FORMATS[target.family][-1], padding=tokens % 3
+        )
+        report = check_compress(case, run(case, target))
+        assert report.saved == tokens
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_prompts_around_group_boundaries(target: Target, ratio: int) -> None:
+    for kv_format in FORMATS[target.family]:
+        lengths = range(1, 10) if ratio == 4 else range(126, 130)
+        case = make_compress_case([Request(0, n) for n in lengths], ratio=ratio, kv_format=kv_format, save=SavePolicy(rollback=1))
+        check_compress(case, run(case, target))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_pools_beyond_two_gigabytes(target: Target, ratio: int) -> None:
+    """State blocks and cache pages more than 2^31 bytes apart, over memory that exists only where it is touched."""
+    kv_format = FORMATS[target.family][0]
+    rows = [Request(ratio * 2 - 3, 6), Request(ratio - 1, 1)]
+    case = make_compress_case(rows, ratio=ratio, kv_format=kv_format, strided=False, stale_blocks=False)
+    state, cache = case.state, case.kv_cache
+    pitch = state.shape[2]
+    block = max((12 << 28) // state.shape[0] // pitch, 2 * state.shape[1]) * pitch  # the last block lies 12 GiB away
+    far_state = sparse(*state.shape, strides=(block, pitch, 1), dtype=state.dtype).copy_(state)
+    size, pitch = cache.element_size(), cache.stride(1)
+    page = (2**31 // (size * pitch) + 5) * pitch if kv_format != "fp8_ds_mla" else 2**31 + 576
+    far_cache = sparse(*cache.shape, strides=(page, pitch, 1), dtype=torch.uint8 if size == 1 else cache.dtype).view(cache.dtype)
+    far_cache.copy_(cache)
+    before = case.clone()
+    arguments = [far_state if a is case.args()[2] else a for a in case.args()]
+    arguments[2], arguments[-1] = far_state, far_cache
+    with emulated(target):
+        ops.compress_store(*arguments, **case.kwargs())
+    case.state.copy_(far_state)
+    case.kv_cache.view(torch.uint8).copy_(far_cache.view(torch.uint8))
+    check_compress(before, case)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("end", ["low", "high"])
+def test_both_ends_of_the_approximate_functions(target: Target, end: str) -> None:
+    """Whatever ex2, rcp and rsqrt give within their documented error, the rows stay admissible."""
+    for ratio in (4, 128):
+        case = make_compress_case([Request(3 * ratio - 2, 4)], ratio=ratio, kv_format=FORMATS[target.family][-1], seed=7)
+        check_compress(case, run(case, target, approximation=end))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_runs_are_bit_equal(target: Target) -> None:
+    case = make_compress_case(mix(30, 4, ratio=4), ratio=4, kv_format=FORMATS[target.family][-1], seed=8)
+    first, second = run(case, target), run(case, target)
+    assert torch.equal(first.kv_storage, second.kv_storage)
+    assert np.array_equal(first.state_storage.numpy().view(np.int32), second.state_storage.numpy().view(np.int32))
