@@ -157,7 +157,7 @@ def qkv_insert(
     backend       "auto" or "reference" (plain PyTorch, on any device)
     target        Target or name; default: the tensors' device
 
-    Returns q_out [N, padded_heads, 512]. Source of the mathematics: docs/spec.md, "q norm, RoPE and KV insert".
+    Returns q_out [N, padded_heads, 512]. Source of the mathematics: docs/spec.md, "Insert".
     Raises `InvalidArgument`, `UnsupportedRequest`.
     """
     a = locals()

@@ -198,7 +198,8 @@ def slot_mapping(step: StepMetadata, block_table: torch.Tensor, page_rows: int, 
                  iff it closes a group, (position + 1) % ratio == 0
 
     Returns int64 [T]; -1 for rows without a slot, for rows of padding requests (sequence length 0), for negative table entries
-    and past the end of the table. Does not synchronise. Source of the rule: docs/spec.md, slot mappings.
+    and past the end of the table. Does not synchronise. Slots are defined in docs/spec.md, entry e of a
+    request lies in page block_table[request, e // page_rows].
     """
     if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.shape[0] < step.num_requests:
         raise InvalidArgument("block_table", f"{block_table.dtype} {list(block_table.shape)}", f"torch.int32 [>={step.num_requests}, n]")

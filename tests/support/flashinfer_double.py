@@ -1,6 +1,6 @@
 """A strict double of FlashInfer's last step: what its C++ launchers check, enforced in Python, and the attention computed from them.
 
-FlashInfer's own Python runs in front of it unchanged, on CPU tensors. The rules are those of docs/spec.md ("What FlashInfer asks"): the
+FlashInfer's own Python runs in front of it unchanged, on CPU tensors. The rules are those of docs/spec.md ("The decode call on ..."): the
 SM100 launcher addresses rows of 512 elements from a pool's base; the SM120 launcher addresses packed pages.
 """
 
