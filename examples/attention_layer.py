@@ -119,7 +119,7 @@ class Engine:
     max_tokens        longest request
     max_batch_tokens  most rows of a step
     draft_tokens      speculative tokens of a verify step; a request that appends up to 1 + draft_tokens tokens decodes
-    kv_cache_dtype, q_scale, kv_scale   as for `LayerSpec`
+    kv_cache_dtype, q_scale, kv_scale   as for `LayerSpec`; decode_backend as for `SparseMLA`
     """
 
     def __init__(
@@ -135,10 +135,12 @@ class Engine:
         kv_cache_dtype: str = "auto",
         q_scale: float = 1.0,
         kv_scale: float = 1.0,
+        decode_backend: str = "auto",
         device: torch.device | str = "cpu",
     ) -> None:
         self.target, self.device, self.draft_tokens = target, device, draft_tokens
         self.kv_cache_dtype, self.q_scale, self.kv_scale = kv_cache_dtype, q_scale, kv_scale
+        self.decode_backend = decode_backend
         self.lengths = [0] * max_requests
         self.metadata = StepMetadata(max_requests, max_batch_tokens, device, decode_query_len=1 + draft_tokens)
         self.ratios = sorted(set(ratios))
@@ -326,6 +328,7 @@ class DeepseekV4Attention(nn.Module):
             sinks=self.sinks,
             target=engine.target,
             insert_backend="reference",  # qkv_insert has no kernel yet: norm and rotation of q run in plain PyTorch, on a GPU too
+            decode_backend=engine.decode_backend,
             **compressor,
         )
         if cache.window.is_cuda:
