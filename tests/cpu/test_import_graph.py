@@ -28,8 +28,8 @@ CHAIN = (
     ("kv_format",),
 )
 LEVEL = {name: level for level, names in enumerate(CHAIN) for name in names}
-# One module in two files: the calls, and the same calls as torch operators.
-SAME = {"torch_ops": "ops"}
+# One module in several files: the calls, what launches them, and the same calls as torch operators.
+SAME = {"torch_ops": "ops", "launching": "ops", "gather_ops": "ops"}
 # Below the chain: they import none of it.
 GROUND = ("compile", "target", "errors", "env", "save_policy", "indices", "step")
 COMPILER = ("device", "sm100", "sm120")
