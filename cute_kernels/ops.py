@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +19,9 @@ from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, SparseIndic
 from cute_kernels.errors import InvalidArgument, UnsupportedRequest
 from cute_kernels.indices import CombinedIndices, IdSource, Indices, SegmentIndices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, PoolGeometry, format_of
+from cute_kernels.launching import Operation as _Operation
+from cute_kernels.launching import Plan as _Plan
+from cute_kernels.launching import reference_call
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.step import StepMetadata
 from cute_kernels.target import Target
@@ -236,75 +238,6 @@ def decode(
 # Launching -------------------------------------------------------------------------------------------------------------
 
 
-# The spec of a launch (None: nothing to do), its arguments by name, and what the call returns.
-_Plan = tuple[KernelSpec | None, Mapping[str, Any], Any]
-
-
-@dataclass(frozen=True)
-class _Operation:
-    """One kernel behind a public call.
-
-    anchor     argument whose device decides, and through which TVM-FFI learns torch's current stream
-    check      all checks; value_check: those that read tensors
-    plan       (arguments, target, vector-accessed table, widest access) -> _Plan; makes the checks that the compiled function cannot
-    reference  the same call in plain PyTorch
-    """
-
-    public: Callable[..., Any]
-    anchor: str
-    vectors: tuple[validate.Arg, ...]
-    check: Callable[[Mapping[str, Any], Target | None], None]
-    value_check: Callable[[Mapping[str, Any]], None]
-    plan: Callable[[Mapping[str, Any], Target, tuple[validate.Arg, ...], int], _Plan]
-    reference: Callable[[Mapping[str, Any], Target | None], Any]
-
-    def run(self, a: Mapping[str, Any]) -> Any:
-        """Checks, then runs on the device of the anchor."""
-        anchor = validate.on_cpu_or_cuda(self.anchor, a[self.anchor])
-        target = dispatch.resolve_target(anchor.device, a["target"])
-        if anchor.device.type == "cpu":
-            self.check(a, target)
-            if env.VALIDATE.flag():
-                self.value_check(a)
-            return self.reference(a, target)
-        assert target is not None
-        return self.launch(a, target, self.vectors, target.vector_bytes, {})
-
-    def launch(
-        self, a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int, prepared: Mapping[str, Any]
-    ) -> Any:
-        """Runs the kernel; `prepared` overrides arguments by their TVM-FFI tensors."""
-        from cute_kernels.compile import cache
-
-        if env.VALIDATE.flag():
-            self.check(a, target)
-            self.value_check(a)
-        try:
-            spec, arguments, result = self.plan(a, target, vectors, widest)
-        except Exception:
-            self.check(a, target)  # names the argument that planning stumbled over
-            raise
-        if spec is None:
-            self.check(a, target)
-            return result
-        kernel = cache.get(spec)
-        ordered = [prepared[n] if n in prepared else arguments[n] for n in spec.argument_names]
-        try:
-            kernel(*ordered)
-        except (TypeError, ValueError, RuntimeError):
-            self.check(a, target)
-            raise
-        return result
-
-
-def _reference_call(name: str, a: Mapping[str, Any], **more: Any) -> Any:
-    from cute_kernels import reference
-
-    function = getattr(reference, name)
-    given = {key: value for key, value in a.items() if key != "target"}
-    return function(**given, **more)
-
-
 def _check_compress_store(a: Mapping[str, Any], target: Target | None) -> None:
     validate.compress_store(a)
     dispatch.require_format(format_of(a["kv_cache"]), target)
@@ -441,15 +374,17 @@ def _sparse_indices_spec(target: Target, vector_bytes: int, source: IdSource, sl
 _COMPRESS_STORE = _Operation(
     public=compress_store,
     anchor="state_slots",
+    tensors=validate.COMPRESS_STORE,
     vectors=tuple(arg for arg in validate.COMPRESS_STORE if arg.vector),
     check=_check_compress_store,
     value_check=validate.compress_store_values,
     plan=_plan_compress_store,
-    reference=lambda a, target: _reference_call("compress_store", a),
+    reference=lambda a, target: reference_call("compress_store", a),
 )
 _SPARSE_INDICES = _Operation(
     public=sparse_indices,
     anchor="positions",
+    tensors=validate.SPARSE_INDICES,
     vectors=tuple(
         arg
         for arg in validate.SPARSE_INDICES + validate.COMBINED_OUT + validate.SEGMENT_WINDOW_OUT + validate.SEGMENT_COMPRESSED_OUT
@@ -458,7 +393,7 @@ _SPARSE_INDICES = _Operation(
     check=_check_sparse_indices,
     value_check=validate.sparse_indices_values,
     plan=_plan_sparse_indices,
-    reference=lambda a, target: _reference_call("sparse_indices", a, form="combined" if dispatch.combined_form(target) else "segments"),
+    reference=lambda a, target: reference_call("sparse_indices", a, form="combined" if dispatch.combined_form(target) else "segments"),
 )
 _OPERATIONS = {op.public: op for op in (_COMPRESS_STORE, _SPARSE_INDICES)}
 
@@ -497,7 +432,7 @@ class Bound:
         device = next(iter(tensors.values())).device
         self._target = dispatch.resolve_target(device, self._kept.get("target"))
         assert self._target is not None
-        table = {arg.name: arg for arg in validate.COMPRESS_STORE + validate.SPARSE_INDICES}
+        table = {arg.name: arg for arg in operation.tensors}
         validate.check(tuple(table[n] for n in tensors), tensors, {}, device)
         self._widest = validate.vector_bytes(operation.vectors, tensors, self._target.vector_bytes)
         self._vectors = tuple(arg for arg in operation.vectors if arg.name not in tensors)
