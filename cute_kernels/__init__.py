@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from cute_kernels.indices import IdSource as IdSource
     from cute_kernels.indices import SegmentIndices as SegmentIndices
     from cute_kernels.kv_format import PoolGeometry as PoolGeometry
+    from cute_kernels.kv_pool import KVPool as KVPool
+    from cute_kernels.kv_pool import PoolPlan as PoolPlan
     from cute_kernels.layer import LayerSpec as LayerSpec
     from cute_kernels.layer import SparseMLA as SparseMLA
     from cute_kernels.layer import StepTables as StepTables
@@ -52,12 +54,14 @@ _HOME = {
     "freeze": "compile.freeze",
     "IdSource": "indices",
     "InvalidArgument": "errors",
+    "KVPool": "kv_pool",
     "LayerSpec": "layer",
     "MissingKernel": "errors",
     "PackError": "errors",
     "pad_q_heads": "dispatch",
     "pad_sinks": "dispatch",
     "PoolGeometry": "kv_format",
+    "PoolPlan": "kv_pool",
     "qkv_insert": "ops",
     "SavePolicy": "save_policy",
     "SegmentIndices": "indices",
