@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_kernels.compile.cubin import read_resources
-from cute_kernels.compile.fingerprint import OPTIONS
+from cute_kernels.compile.fingerprint import OPTIONS, host_cpu
 from cute_kernels.compile.spec import KernelSpec
 from cute_kernels.errors import CompileError, CuteKernelsError
 
@@ -66,6 +66,7 @@ def build(spec: KernelSpec, folder: Path, symbol: str) -> BuildInfo:
         try:
             host, arguments = module.trace(spec)
             compiled = cute.compile(host, *arguments, make_fake_stream(use_tvm_ffi_env_stream=True), options=options)
+            _set_host_cpu(compiled.ir_module)
             compiled.export_to_c(str(folder / OBJECT), function_name=symbol, export_only_tvm_ffi_symbols=True)
         except CuteKernelsError:
             raise
@@ -80,6 +81,23 @@ def build(spec: KernelSpec, folder: Path, symbol: str) -> BuildInfo:
         dumped[0].rename(folder / wanted)
     found = read_resources((folder / CUBIN).read_bytes())
     return BuildInfo(found.registers, found.spill_bytes, found.static_shared + dynamic, found.cubin_bytes, round(seconds, 3))
+
+
+def _set_host_cpu(module: Any) -> None:
+    """Have the host functions of an MLIR module compiled for the baseline CPU instead of the one at hand."""
+    from cutlass._mlir import ir
+
+    cpu, features = host_cpu()
+    with module.context:
+        attributes = {
+            "target_cpu": ir.StringAttr.get(cpu),
+            "target_features": ir.Attribute.parse(f'#llvm.target_features<["{features}"]>'),
+        }
+        for function in module.body.operations:
+            operation = function.operation
+            if operation.name == "llvm.func" and len(operation.regions[0].blocks):
+                for name, value in attributes.items():
+                    operation.attributes[name] = value
 
 
 def _dynamic_shared(host_code: str, spec: KernelSpec) -> int:

@@ -19,16 +19,27 @@ from cute_kernels.errors import CompileError
 
 # Options of every compile, besides --gpu-arch. -fmad=false makes the PTX the exact meaning of a kernel.
 OPTIONS = ("--enable-tvm-ffi", "--ptxas-options=-fmad=false")
+# Host code is compiled for the oldest CPU of the machine's kind, as (LLVM's CPU name, features): left alone the DSL uses all that the
+# building machine has, and a pack or a shared cache would crash on an older one.
+_HOST_CPUS = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
 # Settings of the DSL itself that change the code it generates; they count as options where a user has set them.
 _DSL_SETTINGS = ("COMPILER_OPT", "COMPILER_BACKEND", "LINEINFO", "DEBUG", "ENABLE_ASSERTIONS", "ENABLE_PYIR", "AUTO_M2S")
 # Modules a kernel may import that put nothing into its code.
 _HOST_ONLY = ("cute_kernels", "cute_kernels.errors", "cute_kernels.env", "cute_kernels.compile")
 
 
+def host_cpu() -> tuple[str, str]:
+    """LLVM's CPU name and features that host code is compiled for."""
+    machine = platform.machine()
+    if machine not in _HOST_CPUS:
+        raise CompileError(f"kernels cannot be compiled on {machine}", hint=f"supported machines: {', '.join(_HOST_CPUS)}")
+    return _HOST_CPUS[machine]
+
+
 def compile_options() -> tuple[str, ...]:
-    """The options of a compile in this process, `--gpu-arch` excepted, and the machine the host code is for."""
+    """The options of a compile in this process, `--gpu-arch` excepted, and the CPU that host code is for."""
     settings = [f"CUTE_DSL_{name}={os.environ[f'CUTE_DSL_{name}']}" for name in _DSL_SETTINGS if os.environ.get(f"CUTE_DSL_{name}")]
-    return (*OPTIONS, f"host={platform.machine()}", *settings)
+    return (*OPTIONS, f"host={' '.join(host_cpu())}", *settings)
 
 
 def versions() -> dict[str, str]:

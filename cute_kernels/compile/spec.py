@@ -131,7 +131,35 @@ class SparseIndicesSpec(KernelSpec):
         )
 
 
-SPEC_TYPES: dict[str, type[KernelSpec]] = {s.operation: s for s in (CompressStoreSpec, SparseIndicesSpec)}
+@dataclass(frozen=True)
+class QkvInsertSpec(KernelSpec):
+    """kv_format     row written: "bf16", "fp8" (SM100), "fp8_ds_mla" (SM120)
+    q_dtype       of the q written: "bf16", or "e4m3" (with "fp8" rows)
+    apply_q_norm  False: q is normalised already
+    """
+
+    kv_format: str = "bf16"
+    q_dtype: str = "bf16"
+    apply_q_norm: bool = True
+
+    operation: ClassVar[str] = "qkv_insert"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("kv_format", *(("bf16", "fp8") if self.target.family == "sm100" else ("fp8_ds_mla",)))
+        self._require("q_dtype", *(("bf16", "e4m3") if self.kv_format == "fp8" else ("bf16",)))
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return (
+            *("q", "kv", "kv_cache", "slots", "positions", "cos_sin", "out"),
+            *(("eps",) if self.apply_q_norm else ()),
+            *(("inverse_q_scale",) if self.q_dtype == "e4m3" else ()),
+            *(("inverse_kv_scale",) if self.kv_format == "fp8" else ()),
+        )
+
+
+SPEC_TYPES: dict[str, type[KernelSpec]] = {s.operation: s for s in (CompressStoreSpec, SparseIndicesSpec, QkvInsertSpec)}
 
 
 def spec_from_fields(fields: dict[str, Any]) -> KernelSpec:

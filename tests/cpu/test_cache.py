@@ -6,6 +6,10 @@ import dataclasses
 import json
 import logging
 import os
+import platform
+import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,6 +86,15 @@ def test_manifest_of_an_entry(folder: Path) -> None:
     assert 0 < manifest["registers"] <= 255 and manifest["spill_bytes"] == 0 and manifest["seconds"] > 0
     assert manifest["cubin_bytes"] == (entry(folder) / build.CUBIN).stat().st_size
     assert set(manifest["versions"]) == {"nvidia-cutlass-dsl", "apache-tvm-ffi"}
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump to read x86 code")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for AVX")
+def test_host_code_runs_on_any_cpu_of_its_kind(folder: Path) -> None:
+    listing = subprocess.run(["objdump", "-d", "--no-show-raw-insn", cache.ensure(SPEC).object], capture_output=True, text=True, check=True)
+    opcodes = re.findall(r"^\s+[0-9a-f]+:\s+(\w+)", listing.stdout, re.MULTILINE)
+    assert "call" in opcodes
+    assert not [o for o in opcodes if o.startswith("v")], "AVX instructions: built for the CPU at hand"
 
 
 def test_memory_serves_the_same_function(folder: Path) -> None:
