@@ -1,10 +1,12 @@
 """KV cache formats as data, and the geometry of a pool of pages. No CUDA, no kernels.
 
-Two kinds of rows (facts and byte diagrams: docs/spec.md):
+Kinds of rows (facts and byte diagrams: docs/spec.md):
 
 * full rows: 512 values in a row, BF16 (1024 bytes) or FP8 E4M3 with one scale per tensor (512 bytes);
 * packed rows (`fp8_ds_mla`): a page holds `rows` data rows of 576 bytes (448 E4M3 values, then 64 BF16 values), then
-  `rows` footers of 8 bytes (7 UE8M0 scales, one per 64 values, and a zero). The tensor's last dimension, 584, is nominal.
+  `rows` footers of 8 bytes (7 UE8M0 scales, one per 64 values, and a zero). The tensor's last dimension, 584, is nominal;
+* inline rows, of DeepSeek-V3.2's caches, which are only gathered from: 656 bytes, 512 E4M3 values, 4 fp32 scales (one per 128
+  values) and 64 BF16 values.
 """
 
 from __future__ import annotations
@@ -50,11 +52,18 @@ BF16 = KVFormat("bf16", torch.bfloat16, HEAD_DIM, 2 * HEAD_DIM, scaled=False)
 FP8 = KVFormat("fp8", torch.float8_e4m3fn, HEAD_DIM, HEAD_DIM, scaled=True)
 PACKED = KVFormat("fp8_ds_mla", torch.uint8, 584, 584, scaled=False)
 FORMATS = {f.name: f for f in (BF16, FP8, PACKED)}
+INLINE = KVFormat("fp8_inline", torch.uint8, 656, 656, scaled=False)
+# What `gather_upconvert` reads.
+GATHERED = {f.name: f for f in (INLINE, PACKED, FP8)}
 
 # Layout of a packed page.
 PACKED_DATA_BYTES = 576
 PACKED_FOOTER_BYTES = 8
 SCALE_GROUP = 64
+# Layout of an inline row: scales and rotated values after the codes.
+INLINE_SCALES = 512
+INLINE_ROPE = 528
+INLINE_GROUP = 128
 
 _BY_FAMILY: dict[str, dict[str, KVFormat]] = {
     "sm100": {"auto": BF16, "bfloat16": BF16, "fp8": FP8, "fp8_e4m3": FP8},
@@ -90,6 +99,36 @@ def format_of(cache: torch.Tensor, argument: str = "kv_cache") -> KVFormat:
         f"{cache.dtype} {list(cache.shape)}",
         "[pages, rows, 512] bfloat16 or float8_e4m3fn, or [pages, rows, 584] uint8 (packed fp8_ds_mla)",
     )
+
+
+def gathered_format(cache: torch.Tensor, argument: str = "cache") -> KVFormat:
+    """The format of a cache that `gather_upconvert` reads."""
+    for fmt in GATHERED.values():
+        if cache.dtype == fmt.dtype and cache.dim() == 3 and cache.shape[-1] == fmt.row_elements:
+            return fmt
+    raise InvalidArgument(
+        argument,
+        f"{cache.dtype} {list(cache.shape)}",
+        "[pages, rows, 656] uint8 (V3.2), [pages, rows, 584] uint8 (packed fp8_ds_mla) or [pages, rows, 512] float8_e4m3fn",
+    )
+
+
+def check_pages(cache: torch.Tensor, argument: str) -> None:
+    """`InvalidArgument` unless rows lie back to back within a page, and pages apart by a multiple of 16 bytes that holds one."""
+    page_stride, row_stride, unit = cache.stride()
+    pages, page_rows, width = cache.shape
+    if unit != 1 or row_stride != width:
+        raise InvalidArgument(
+            argument,
+            f"strides {list(cache.stride())}",
+            f"[any, {width}, 1]: rows lie back to back within a page",
+            hint="stride only the page dimension (kv_pool hands out such views)",
+        )
+    if pages > 1 and page_stride < page_rows * width:
+        raise InvalidArgument(argument, f"page stride {page_stride}", f"at least {page_rows} rows x {width} = {page_rows * width}")
+    size = cache.element_size()
+    if pages > 1 and page_stride * size % ALIGNMENT:
+        raise InvalidArgument(argument, f"page stride {page_stride * size} bytes", f"a multiple of {ALIGNMENT} bytes")
 
 
 @dataclass(frozen=True)
@@ -131,22 +170,11 @@ class PoolGeometry:
     def of(cache: torch.Tensor, argument: str = "kv_cache") -> PoolGeometry:
         """The geometry of a cache tensor [pages, page_rows, row]; `InvalidArgument` for strides no kernel can address."""
         fmt = format_of(cache, argument)
-        page_stride, row_stride, unit = cache.stride()
-        pages, page_rows, width = cache.shape
-        if unit != 1 or row_stride != width:
-            raise InvalidArgument(
-                argument,
-                f"strides {list(cache.stride())}",
-                f"[any, {width}, 1]: rows lie back to back within a page",
-                hint="stride only the page dimension (kv_pool hands out such views)",
-            )
-        if pages > 1 and page_stride < page_rows * width:
-            raise InvalidArgument(argument, f"page stride {page_stride}", f"at least {page_rows} rows x {width} = {page_rows * width}")
+        check_pages(cache, argument)
+        page_stride, (pages, page_rows, width) = cache.stride(0), cache.shape
         if pages <= 1:
             return PoolGeometry(pages, page_rows, page_rows)
         size = cache.element_size()
-        if page_stride * size % ALIGNMENT:
-            raise InvalidArgument(argument, f"page stride {page_stride * size} bytes", f"a multiple of {ALIGNMENT} bytes")
         if fmt.packed:
             return PoolGeometry(pages, page_rows, page_rows)
         if page_stride % width:
