@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from cute_kernels.ops import qkv_insert as qkv_insert
     from cute_kernels.ops import sparse_indices as sparse_indices
     from cute_kernels.save_policy import SavePolicy as SavePolicy
+    from cute_kernels.scales import AttentionScales as AttentionScales
     from cute_kernels.step import StepMetadata as StepMetadata
     from cute_kernels.step import slot_mapping as slot_mapping
     from cute_kernels.target import Target as Target
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "allocate_workspace": "dispatch",
+    "AttentionScales": "scales",
     "bind": "ops",
     "CombinedIndices": "indices",
     "CompileError": "errors",

@@ -24,7 +24,7 @@ CHAIN = (
     ("validate",),
     ("sm100", "sm120", "flashinfer_backend", "reference"),
     ("device",),
-    ("kv_pool",),
+    ("kv_pool", "scales"),
     ("kv_format",),
 )
 LEVEL = {name: level for level, names in enumerate(CHAIN) for name in names}
