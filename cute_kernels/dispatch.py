@@ -331,8 +331,9 @@ def decode(
             supported="FlashInfer >= 0.7.1",
             nearest="upgrade flashinfer-python, or leave attention out of the graph",
         )
+    parts = _parts(step, combined, whole_buffers=rope_cos_sin is not None)
     if workspace is None or (combined and counters is None):
-        longest = max(step.num_decodes, step.num_prefills)
+        longest = max(part.requests.stop - part.requests.start for part in parts)
         shared = _workspace(device, DEFAULT_WORKSPACE_BYTES, flashinfer_backend.counter_bytes(longest, heads))
         workspace = shared.workspace if workspace is None else workspace
         counters = shared.counters if counters is None else counters
@@ -340,7 +341,7 @@ def decode(
     bmm1, bmm2 = float(sm_scale * q_scale * kv_scale), float(kv_scale)
     if rope_cos_sin is not None:
         assert isinstance(indices, CombinedIndices)
-        for part in _parts(step, whole_buffers=True):
+        for part in parts:
             out, output_scale = adapter.combined(
                 q, *caches, indices, step.seq_lens, part, workspace=workspace, counters=counters, sinks=sinks,
                 bmm1_scale=bmm1, bmm2_scale=bmm2, out=out, rope_cos_sin=rope_cos_sin, output_scale=output_scale,
@@ -348,7 +349,7 @@ def decode(
         assert out is not None and output_scale is not None
         return out, output_scale
     assert out is not None
-    for part in _parts(step):
+    for part in parts:
         if isinstance(indices, CombinedIndices):
             adapter.combined(
                 q, *caches, indices, step.seq_lens, part, workspace=workspace, counters=counters, sinks=sinks,
@@ -391,12 +392,14 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _parts(step: StepMetadata, whole_buffers: bool = False) -> list[flashinfer_backend.Rows]:
-    """Decode rows and prefill rows as the calls FlashInfer gets; a slice without rows is no call.
+def _parts(step: StepMetadata, combined: bool, whole_buffers: bool) -> list[flashinfer_backend.Rows]:
+    """Decode rows and prefill rows as the calls FlashInfer gets, two or (`StepMetadata.call_policy`) one; a slice without rows is no call.
 
     Offsets of the prefill call are rebased to the slice, except for RopeQuant, which takes whole buffers with offsets as they are.
     """
     decodes, tokens, rows = step.num_decodes, step.num_decode_tokens, step.num_tokens
+    if step.call_policy.one_call(step, combined):
+        return [flashinfer_backend.Rows(slice(0, rows), slice(0, step.num_requests), step.query_start_loc, step.max_query_len)]
     parts = []
     if tokens:
         rows_of_q = slice(0, rows if whole_buffers else tokens)

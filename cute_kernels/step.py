@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -12,13 +13,48 @@ from cute_kernels.errors import InvalidArgument
 Value = TypeVar("Value")
 
 
+@dataclass(frozen=True)
+class CallPolicy:
+    """Whether decode rows and prefill rows of a step go to FlashInfer in two calls or in one.
+
+    SM100: its kernel lays a grid of (longest query) x (requests), so in one call every decode request is padded to the longest
+    prefill: with 256 decode rows beside one prefill of 2048, half a million blocks of queries that find nothing to do. Two calls
+    pad nothing across the two kinds and cost one more launch, a few microseconds; that pays off only where the padding is small.
+    SM120: there is no such grid, but the number of rows in a call chooses its kernels: up to 64 rows split the keys among blocks,
+    more do not. One call is taken only where both kinds would get the same kernels apart, so that no row computes otherwise.
+
+    max_padded_rows   query rows of padding that one call may add; 0: always two calls
+    """
+
+    max_padded_rows: int = 0
+
+    def __post_init__(self) -> None:
+        value = self.max_padded_rows
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InvalidArgument("max_padded_rows", repr(value), "an int >= 0")
+
+    def one_call(self, step: StepMetadata, combined: bool) -> bool:
+        """True where decode and prefill rows of `step` go together; `combined` is the SM100 family's form of index tables."""
+        decodes, prefills = step.num_decode_tokens, step.num_prefill_tokens
+        if not (self.max_padded_rows and decodes and prefills):
+            return False
+        if combined:
+            return step.num_decodes * (step.max_query_len - step.max_decode_query_len) <= self.max_padded_rows
+        return step.num_tokens <= SPLIT_ROWS or min(decodes, prefills) > SPLIT_ROWS
+
+
+# Most rows of an SM120 call that FlashInfer serves with kernels that split the keys among blocks (docs/spec.md).
+SPLIT_ROWS = 64
+
+
 class StepMetadata:
     """The rows of one step, computed once and read by every layer.
 
     Rows are ordered by request. Decode rows are those of the leading requests with at most `decode_query_len` query rows;
-    all later rows are prefill rows. Every device tensor lives in a buffer allocated once, and `update` writes into these
-    buffers without synchronising, so a CUDA graph captured over them stays valid. Exact sequence lengths are kept on the
-    device only.
+    all later rows are prefill rows. With `uniform_decodes` the leading requests must also have one and the same query length,
+    that of the first of them; requests without a row, which pad a captured batch, count as decodes. Every device tensor lives
+    in a buffer allocated once, and `update` writes into these buffers without allocating or synchronising, so a CUDA graph
+    captured over them stays valid. Exact sequence lengths are kept on the device only.
 
     num_requests, num_tokens              requests R and rows T of this step
     query_start_loc                       int32 [R + 1] on the device: request r owns rows [r], [r + 1)
@@ -30,17 +66,28 @@ class StepMetadata:
     decode_query_len                      longest query that counts as decode
     num_decodes, num_decode_tokens        leading requests with short queries, and their rows
     num_prefills, num_prefill_tokens      the rest
+    call_policy                           whether `decode` attends to both kinds in one call or in two
     positions                             int64 [T] on the device, 0 where a padding request has none
     token_to_req                          int32 [T] on the device
     """
 
-    def __init__(self, max_requests: int, max_tokens: int, device: torch.device | str, *, decode_query_len: int = 1) -> None:
+    def __init__(
+        self,
+        max_requests: int,
+        max_tokens: int,
+        device: torch.device | str,
+        *,
+        decode_query_len: int = 1,
+        uniform_decodes: bool = False,
+        call_policy: CallPolicy | None = None,
+    ) -> None:
         """Allocates buffers for steps of up to `max_requests` requests and `max_tokens` rows on `device`."""
         for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("decode_query_len", decode_query_len)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise InvalidArgument(name, repr(value), "an int, 1 <= value < 2^31")
         self.device = torch.device(device)
         self.max_requests, self.max_tokens, self.decode_query_len = max_requests, max_tokens, decode_query_len
+        self.uniform_decodes, self.call_policy = uniform_decodes, call_policy or CallPolicy()
 
         def buffer(size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(size, dtype=dtype, device=self.device)
@@ -62,9 +109,12 @@ class StepMetadata:
         device: torch.device | str = "cpu",
         *,
         decode_query_len: int = 1,
+        uniform_decodes: bool = False,
+        call_policy: CallPolicy | None = None,
     ) -> StepMetadata:
         """A step with buffers of exactly its own size, from the query length and the sequence length of each request."""
-        step = cls(max(len(query_lens), 1), max(sum(query_lens), 1), device, decode_query_len=decode_query_len)
+        rules: dict[str, Any] = {"uniform_decodes": uniform_decodes, "call_policy": call_policy}
+        step = cls(max(len(query_lens), 1), max(sum(query_lens), 1), device, decode_query_len=decode_query_len, **rules)
         return step.update(query_lens, seq_lens)
 
     @classmethod
@@ -83,7 +133,7 @@ class StepMetadata:
     ) -> StepMetadata:
         """A step over tensors that exist already, as a traced graph hands them over: nothing is allocated or copied.
 
-        It has no `query_start_loc_cpu` and cannot be updated; `decode` reads neither.
+        It has no `query_start_loc_cpu` and cannot be updated; `decode` reads neither. Its `call_policy` is the default.
         """
         step = cls.__new__(cls)
         step.device = positions.device
@@ -93,6 +143,7 @@ class StepMetadata:
         step.num_decodes, step.num_decode_tokens = num_decodes, num_decode_tokens
         step.num_prefills, step.num_prefill_tokens = step.num_requests - num_decodes, step.num_tokens - num_decode_tokens
         step.max_query_len, step.max_decode_query_len, step.decode_query_len = max_query_len, max_decode_query_len, decode_query_len
+        step.call_policy = CallPolicy()
         return step
 
     def update(
@@ -113,6 +164,8 @@ class StepMetadata:
         `InvalidArgument` where a length is negative, the buffers are too small, or shapes, dtypes or devices disagree; and, where
         `seq_lens` comes from the CPU, where a sequence is shorter than its query (0 marks a padding request).
         """
+        if not hasattr(self, "_query_start_loc"):
+            raise InvalidArgument("update", "a step over tensors of another", "a step with buffers of its own")
         lens = torch.as_tensor(query_lens, dtype=torch.int64)
         if lens.dim() != 1 or lens.device.type != "cpu":
             raise InvalidArgument("query_lens", f"shape {list(lens.shape)} on {lens.device}", "one int per request, on the CPU")
@@ -152,7 +205,11 @@ class StepMetadata:
 
     def _set_shape(self, offsets: torch.Tensor) -> None:
         lens = offsets.diff()
-        long = (lens > self.decode_query_len).nonzero()
+        prefill = lens > self.decode_query_len
+        if self.uniform_decodes:
+            rows = lens[lens > 0]
+            prefill |= (lens > 0) & (lens != (rows[0] if len(rows) else 0))
+        long = prefill.nonzero()
         self.query_start_loc_cpu = offsets
         self.num_requests, self.num_tokens = len(lens), int(offsets[-1])
         self.num_decodes = int(long[0]) if len(long) else self.num_requests
@@ -166,6 +223,59 @@ class StepMetadata:
         self.seq_lens = self._seq_lens[: self.num_requests]
         self.positions = self._positions[: self.num_tokens]
         self.token_to_req = self._token_to_req[: self.num_tokens]
+
+    # Where prefill is attended to elsewhere ----------------------------------------------------------------------------
+
+    def decode_only(self) -> StepMetadata:
+        """The decode requests of this step as a step of their own, for when prefill rows are attended to densely.
+
+        Taken from the counts that this step has; its tensors are views of this step's, so what a graph captured over it stays
+        valid. Index tables and `decode` then cover the first `num_decode_tokens` rows of q. `compress_store` and `qkv_insert`
+        still take the whole step: prefill rows are stored too. It lasts until the next `update`.
+        """
+        return self.once("decode only", self._decode_part)
+
+    def prefill_only(self) -> StepMetadata:
+        """The prefill requests as a step of their own: offsets and request numbers begin at 0. Otherwise as `decode_only`."""
+        return self.once("prefill only", self._prefill_part)
+
+    def _decode_part(self) -> StepMetadata:
+        requests, rows = self.num_decodes, self.num_decode_tokens
+        part = StepMetadata.from_parts(
+            self.query_start_loc[: requests + 1],
+            self.prefill_query_start_loc[:1],
+            self.seq_lens[:requests],
+            self.positions[:rows],
+            self.token_to_req[:rows],
+            num_decodes=requests,
+            num_decode_tokens=rows,
+            max_query_len=self.max_decode_query_len,
+            max_decode_query_len=self.max_decode_query_len,
+            decode_query_len=self.decode_query_len,
+        )
+        return self._adopt(part, "decode only", self.query_start_loc_cpu[: requests + 1])
+
+    def _prefill_part(self) -> StepMetadata:
+        requests, rows = self.num_decodes, self.num_decode_tokens
+        part = StepMetadata.from_parts(
+            self.prefill_query_start_loc,
+            self.prefill_query_start_loc,
+            self.seq_lens[requests:],
+            self.positions[rows:],
+            self.token_to_req[rows:] - requests,
+            num_decodes=0,
+            num_decode_tokens=0,
+            max_query_len=self.max_query_len,
+            max_decode_query_len=0,
+            decode_query_len=self.decode_query_len,
+        )
+        return self._adopt(part, "prefill only", self.query_start_loc_cpu[requests:] - rows)
+
+    def _adopt(self, part: StepMetadata, name: str, offsets: torch.Tensor) -> StepMetadata:
+        part.query_start_loc_cpu, part.call_policy = offsets, self.call_policy
+        part.max_tokens = self.max_tokens
+        part._kept, part._once = self.keep(name, dict), {}
+        return part
 
     # What layers share -------------------------------------------------------------------------------------------------
 
