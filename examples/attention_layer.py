@@ -98,7 +98,7 @@ class Batch:
 
 @dataclass
 class LayerCache:
-    """What one layer keeps between steps.
+    """What one layer keeps between steps. Any page stride.
 
     window      [pages, 64, row] uncompressed KV rows
     compressed  [pages, 256 / ratio, row] compressed KV rows, or None
@@ -147,23 +147,30 @@ class Engine:
         self.window_pool = PagePool(max_requests, max_tokens, 64)
         self.compressed_pools = {r: PagePool(max_requests, max_tokens, 256 // r, r) for r in self.ratios if r != 1}
         self.state_pools = {r: PagePool(max_requests, max_tokens, 4 if r == 4 else 8) for r in self.ratios if r != 1}
-        self.caches = [self._cache(config, ratio) for ratio in ratios]
+        self.caches = self._allocate(config, ratios)
 
-    def _cache(self, config: V4Config, ratio: int) -> LayerCache:
+    def _allocate(self, config: V4Config, ratios: Sequence[int]) -> list[LayerCache]:
+        """The caches of all layers. A block holds the pages of all layers of a kind, so a layer's pages lie a block apart."""
         kv_format = resolve_format(self.kv_cache_dtype, self.target.family)
 
-        def kv_rows(pool: PagePool) -> Tensor:
-            return torch.zeros(pool.pages, pool.page_rows, kv_format.row_elements, dtype=kv_format.dtype, device=self.device)
+        def pages(pool: PagePool, ratio: int | None, row: int, dtype: torch.dtype) -> Iterator[Tensor]:
+            layers = len(ratios) if ratio is None else ratios.count(ratio)
+            return iter(torch.zeros(pool.pages, layers, pool.page_rows, row, dtype=dtype, device=self.device).unbind(1))
 
-        cache = LayerCache(kv_rows(self.window_pool))
-        if ratio != 1:
-            cache.compressed = kv_rows(self.compressed_pools[ratio])
-            state = self.state_pools[ratio]
-            cache.state = torch.zeros(state.pages, state.page_rows, 2 * state_width(ratio), device=self.device)
-        if ratio == 4:
-            slots = self.compressed_pools[4].pages * self.compressed_pools[4].page_rows
-            cache.index_keys = torch.zeros(slots, config.index_dim, dtype=torch.bfloat16, device=self.device)
-        return cache
+        kv_row = (kv_format.row_elements, kv_format.dtype)
+        window = pages(self.window_pool, None, *kv_row)
+        compressed = {r: pages(pool, r, *kv_row) for r, pool in self.compressed_pools.items()}
+        state = {r: pages(pool, r, 2 * state_width(r), torch.float32) for r, pool in self.state_pools.items()}
+        caches = []
+        for ratio in ratios:
+            cache = LayerCache(next(window))
+            if ratio != 1:
+                cache.compressed, cache.state = next(compressed[ratio]), next(state[ratio])
+            if ratio == 4:
+                slots = self.compressed_pools[4].pages * self.compressed_pools[4].page_rows
+                cache.index_keys = torch.zeros(slots, config.index_dim, dtype=torch.bfloat16, device=self.device)
+            caches.append(cache)
+        return caches
 
     def attach(self, layers: Sequence[DeepseekV4Attention]) -> None:
         """Gives each layer its cache, and loads or compiles the kernels it can need."""
