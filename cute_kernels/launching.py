@@ -35,10 +35,11 @@ class Operation:
     reference: Callable[[Mapping[str, Any], Target | None], Any]
 
     def run(self, a: Mapping[str, Any]) -> Any:
-        """Checks, then runs on the device of the anchor."""
+        """Checks, then runs on the device of the anchor; with backend="reference" plain PyTorch there."""
         anchor = validate.on_cpu_or_cuda(self.anchor, a[self.anchor])
-        target = dispatch.resolve_target(anchor.device, a["target"])
-        if anchor.device.type == "cpu":
+        plain = a.get("backend") == "reference"
+        target = dispatch.named_target(a["target"]) if plain else dispatch.resolve_target(anchor.device, a["target"])
+        if plain or anchor.device.type == "cpu":
             self.check(a, target)
             if env.VALIDATE.flag():
                 self.value_check(a)
@@ -78,5 +79,5 @@ def reference_call(name: str, a: Mapping[str, Any], **more: Any) -> Any:
     from cute_kernels import reference
 
     function = getattr(reference, name)
-    given = {key: value for key, value in a.items() if key != "target"}
+    given = {key: value for key, value in a.items() if key not in ("target", "backend")}
     return function(**given, **more)

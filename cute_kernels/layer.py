@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cute_kernels import dispatch, validate
-from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, SparseIndicesSpec
+from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.indices import IdSource, Indices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, PoolGeometry, format_of, resolve_format
@@ -93,9 +93,11 @@ class LayerSpec:
         for width in (16, 32):
             if width > target.vector_bytes:
                 continue
+            name = self.kv_format(target).name
+            q_dtype = "e4m3" if self.kv_format(target).scaled else "bf16"
+            yield QkvInsertSpec(target, width, pdl, kv_format=name, q_dtype=q_dtype, apply_q_norm=self.apply_q_norm)
             if self.ratio > 1:
                 save = "none" if not scores else "every_row" if self.save.every_row else "policy"
-                name = self.kv_format(target).name
                 yield CompressStoreSpec(target, width, pdl, ratio=self.ratio, kv_format=name, scores=scores, save=save)
             for source in self.sources:
                 yield SparseIndicesSpec(target, width, pdl, source=source.value, slots=True)

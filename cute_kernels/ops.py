@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from cute_kernels import dispatch, env, torch_ops, validate
-from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, SparseIndicesSpec
-from cute_kernels.errors import InvalidArgument, UnsupportedRequest
+from cute_kernels import dispatch, torch_ops, validate
+from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec
+from cute_kernels.errors import InvalidArgument
 from cute_kernels.indices import CombinedIndices, IdSource, Indices, SegmentIndices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, PoolGeometry, format_of
 from cute_kernels.launching import Operation as _Operation
@@ -148,39 +148,24 @@ def qkv_insert(
     kv_cache   [pages, page rows, 512] bf16 or e4m3, or [pages, page rows, 584] uint8 (packed), any page stride; written
     slots      [any] int64    row of `kv_cache` for each row; negative or past the end: nothing is stored
     positions  [N] int64
-    cos_sin    [P, 64] fp32   cosines, then sines, of each position
+    cos_sin    [P, 64] fp32   cosines, then sines, of each position; P >= 1
     eps           of the RMS norm
     padded_heads  heads of the result, H <= padded_heads <= 128 (`pad_q_heads(H)`); default H; the heads past H are zero
     apply_q_norm  False: q is normalised already
     q_scale       divides FP8 q; None or 1.0 with bf16 q
     kv_scale      the cache's FP8 scale; None or 1.0 with other formats
     q_dtype       torch.bfloat16, or torch.float8_e4m3fn with an FP8 cache
-    out           [N, padded_heads, 512] of q_dtype, contiguous; default: a new tensor
+    out           [N, padded_heads, 512] of q_dtype, contiguous; default: a new tensor. `q` itself where dtype and heads agree
     backend       "auto" or "reference" (plain PyTorch, on any device)
     target        Target or name; default: the tensors' device
 
-    Returns q_out [N, padded_heads, 512]. Source of the mathematics: docs/spec.md, "Insert".
-    Raises `InvalidArgument`, `UnsupportedRequest`.
+    Returns q_out [N, padded_heads, 512]; a row whose position has no row in `cos_sin` has q zero and stores nothing. Source of the
+    mathematics: docs/spec.md, "Insert". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel`.
     """
-    a = locals()
-    validate.one_of("backend", backend, ("auto", "reference"))
-    validate.on_cpu_or_cuda("q", q)
-    validate.qkv_insert(a)
-    resolved = dispatch.resolve_target(q.device, target) if q.device.type == "cpu" or backend == "auto" else dispatch.named_target(target)
-    dispatch.require_format(format_of(kv_cache), resolved)
-    if backend == "auto" and q.device.type != "cpu":
-        raise UnsupportedRequest(
-            "qkv_insert",
-            device=f"{q.device} ({resolved})",
-            supported='CPU tensors; CUDA tensors with backend="reference"',
-            nearest='pass backend="reference" for plain PyTorch on the GPU',
-        )
-    if env.VALIDATE.flag():
-        validate.qkv_insert_values(a)
-    from cute_kernels import reference
-
-    given = {name: a[name] for name in inspect.signature(reference.qkv_insert).parameters}
-    return reference.qkv_insert(**given)
+    if torch.compiler.is_compiling():
+        tensors = (q, kv, kv_cache, slots, positions, cos_sin)
+        return torch_ops.qkv_insert(*tensors, eps, padded_heads, apply_q_norm, q_scale, kv_scale, q_dtype, out, backend, target)
+    return _QKV_INSERT.run(locals())
 
 
 def decode(
@@ -371,6 +356,62 @@ def _sparse_indices_spec(target: Target, vector_bytes: int, source: IdSource, sl
     return SparseIndicesSpec(target, vector_bytes, source=source.value, slots=slots)
 
 
+def _check_qkv_insert(a: Mapping[str, Any], target: Target | None) -> None:
+    validate.qkv_insert(a)
+    dispatch.require_format(format_of(a["kv_cache"]), target)
+
+
+def _plan_qkv_insert(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
+    q, out, cache = a["q"], a["out"], a["kv_cache"]
+    padded = _insert_heads(q.shape[1], a["padded_heads"])
+    shape = (q.shape[0], padded, HEAD_DIM)
+    if out is None:
+        out = torch.empty(shape, dtype=a["q_dtype"], device=q.device)
+    elif out.shape != shape or not out.is_contiguous():  # no symbol of the compiled function ties its extents to other arguments
+        validate.qkv_insert(a)
+    if shape[0] == 0:
+        return None, {}, out
+    scalars = (a["eps"], a["q_scale"], a["kv_scale"], a["q_dtype"], a["apply_q_norm"], a["backend"], a["cos_sin"].shape[0])
+    width = validate.vector_bytes(vectors, {**a, "out": out}, widest)
+    spec, more = _qkv_insert_spec(target, width, *scalars, cache.dtype, cache.shape, cache.stride())
+    return spec, {**a, **more, "out": out}, out
+
+
+@functools.lru_cache(maxsize=256, typed=True)
+def _insert_heads(heads: int, padded_heads: int | None) -> int:
+    return heads if padded_heads is None else validate.integer("padded_heads", padded_heads, heads, 128)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _qkv_insert_spec(
+    target: Target,
+    vector_bytes: int,
+    eps: float,
+    q_scale: float | None,
+    kv_scale: float | None,
+    q_dtype: torch.dtype,
+    apply_q_norm: bool,
+    backend: str,
+    positions: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> tuple[KernelSpec, dict[str, Any]]:
+    """The spec and scalar arguments of a call, checked; remembered like `_compress_store_spec`."""
+    from cute_kernels.reference.quant import inverse_scale
+
+    cache = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    table = torch.empty((positions, 0), device="meta")
+    scalars = {"eps": eps, "q_scale": q_scale, "kv_scale": kv_scale, "q_dtype": q_dtype, "apply_q_norm": apply_q_norm, "backend": backend}
+    validate.qkv_insert_scalars({**scalars, "kv_cache": cache, "cos_sin": table})
+    fmt = format_of(cache)
+    dispatch.require_format(fmt, target)
+    PoolGeometry.of(cache)
+    name = "bf16" if q_dtype is torch.bfloat16 else "e4m3"
+    spec = QkvInsertSpec(target, vector_bytes, kv_format=fmt.name, q_dtype=name, apply_q_norm=apply_q_norm)
+    return spec, {"eps": float(eps), "inverse_q_scale": inverse_scale(q_scale), "inverse_kv_scale": inverse_scale(kv_scale)}
+
+
 _COMPRESS_STORE = _Operation(
     public=compress_store,
     anchor="state_slots",
@@ -395,7 +436,17 @@ _SPARSE_INDICES = _Operation(
     plan=_plan_sparse_indices,
     reference=lambda a, target: reference_call("sparse_indices", a, form="combined" if dispatch.combined_form(target) else "segments"),
 )
-_OPERATIONS = {op.public: op for op in (_COMPRESS_STORE, _SPARSE_INDICES)}
+_QKV_INSERT = _Operation(
+    public=qkv_insert,
+    anchor="q",
+    tensors=validate.QKV_INSERT + validate.QKV_INSERT_OUT,
+    vectors=tuple(arg for arg in validate.QKV_INSERT + validate.QKV_INSERT_OUT if arg.vector),
+    check=_check_qkv_insert,
+    value_check=validate.qkv_insert_values,
+    plan=_plan_qkv_insert,
+    reference=lambda a, target: reference_call("qkv_insert", a),
+)
+_OPERATIONS = {op.public: op for op in (_COMPRESS_STORE, _SPARSE_INDICES, _QKV_INSERT)}
 
 
 # Prepared arguments ----------------------------------------------------------------------------------------------------
@@ -422,6 +473,8 @@ class Bound:
         devices = {str(t.device) for t in tensors.values()}
         if len(devices) > 1:
             raise InvalidArgument(next(iter(tensors)), f"devices {', '.join(sorted(devices))}", "one device for all tensors of a call")
+        if kept.get("backend") == "reference":
+            self._operation = None
         if self._operation is not None and tensors and next(iter(tensors.values())).device.type == "cuda":
             self._prepare(self._operation, tensors)
 
@@ -446,7 +499,7 @@ class Bound:
             self._require_names(varying)
             self._accepted.add(names)
         a = {**self._defaults, **self._kept, **varying}
-        if self._operation is None or self._target is None or torch.compiler.is_compiling():
+        if self._operation is None or self._target is None or a.get("backend") == "reference" or torch.compiler.is_compiling():
             return self._call(**a)
         return self._operation.launch(a, self._target, self._vectors, self._widest, self._prepared)
 
@@ -460,7 +513,7 @@ class Bound:
 
 
 def bind(call: Callable[..., Any], **kept: Any) -> Bound:
-    """`call` (compress_store, sparse_indices, qkv_insert or decode) with the arguments that stay between calls prepared once.
+    """`call` (any public call with tensors) with the arguments that stay between calls prepared once.
 
     Weights, tables, caches and step buffers that keep their address are checked and converted here; the result takes the
     remaining arguments by name. A tensor bound here must not be reallocated; its contents may change.

@@ -185,6 +185,65 @@ _register(f"sparse_indices({_INDEX_ARGUMENTS}) -> Tensor[]", lambda *a: _sparse_
 _register(f"sparse_indices_out({_INDEX_ARGUMENTS}, Tensor(a!)[] out) -> ()", lambda *a: _sparse_indices(*a) and None, _nothing)
 
 
+# qkv_insert ------------------------------------------------------------------------------------------------------------
+
+
+def qkv_insert(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    eps: float,
+    padded_heads: int | None,
+    apply_q_norm: bool,
+    q_scale: float | None,
+    kv_scale: float | None,
+    q_dtype: torch.dtype,
+    out: torch.Tensor | None,
+    backend: str,
+    target: Target | str | None,
+) -> torch.Tensor:
+    """`ops.qkv_insert` inside a traced function."""
+    if out is None:
+        padded_heads = q.shape[1] if padded_heads is None else padded_heads
+        out = torch.empty((q.shape[0], padded_heads, HEAD_DIM), dtype=q_dtype, device=q.device)
+    scalars = (eps, padded_heads, apply_q_norm, q_scale, kv_scale, q_dtype)
+    # A tensor that is an argument twice would be copied for the one that is written.
+    source = None if out is q else q
+    torch.ops.cute_kernels.qkv_insert(source, kv, kv_cache, slots, positions, cos_sin, *scalars, out, backend, _target_name(target))
+    return out
+
+
+def _qkv_insert(*arguments: object) -> None:
+    from cute_kernels import ops
+
+    q, *tensors, eps, padded_heads, apply_q_norm, q_scale, kv_scale, q_dtype, out, backend, target = arguments
+    ops.qkv_insert(
+        out if q is None else q,  # type: ignore[arg-type]
+        *tensors,  # type: ignore[arg-type]
+        eps=eps,  # type: ignore[arg-type]
+        padded_heads=padded_heads,  # type: ignore[arg-type]
+        apply_q_norm=apply_q_norm,  # type: ignore[arg-type]
+        q_scale=q_scale,  # type: ignore[arg-type]
+        kv_scale=kv_scale,  # type: ignore[arg-type]
+        q_dtype=q_dtype,  # type: ignore[arg-type]
+        out=out,  # type: ignore[arg-type]
+        backend=backend,  # type: ignore[arg-type]
+        target=target or None,  # type: ignore[arg-type]
+    )
+
+
+_register(
+    "qkv_insert(Tensor? q, Tensor kv, Tensor(a!) kv_cache, Tensor slots, Tensor positions, Tensor cos_sin, float eps, "
+    "SymInt? padded_heads, bool apply_q_norm, float? q_scale, float? kv_scale, ScalarType q_dtype, Tensor(b!) out, str backend, "
+    "str target) -> ()",
+    _qkv_insert,
+    _nothing,
+)
+
+
 # decode ----------------------------------------------------------------------------------------------------------------
 
 

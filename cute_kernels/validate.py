@@ -94,6 +94,7 @@ QKV_INSERT = (
     Arg("positions", (I64,), ("N",)),
     Arg("cos_sin", (F32,), (None, ROPE_DIM), vector=True),
 )
+QKV_INSERT_OUT = (Arg("out", (BF, torch.float8_e4m3fn), ("N", "padded_heads", HEAD_DIM), vector=True, optional=True),)
 
 DECODE = (
     Arg("q", (BF, torch.float8_e4m3fn), (">=T", "H", HEAD_DIM), vector=True),
@@ -353,25 +354,34 @@ def check_indices(
     check(arguments, values, sizes, device)
 
 
-def qkv_insert(a: Mapping[str, Any], accepted_heads: tuple[int, ...] | None = None) -> None:
-    """All checks of `qkv_insert`."""
+def qkv_insert_scalars(a: Mapping[str, Any]) -> None:
+    """What the compiled function cannot see, in constant time: eps, scales, dtype of q, format, the rotation table's length."""
+    one_of("backend", a["backend"], ("auto", "reference"))
     positive("eps", a["eps"])
     one_of("q_dtype", a["q_dtype"], (BF, torch.float8_e4m3fn))
     if not isinstance(a["apply_q_norm"], bool):
         raise InvalidArgument("apply_q_norm", repr(a["apply_q_norm"]), "True or False")
-    sizes: dict[str, int] = {}
-    device = tensor("q", a["q"]).device
-    check(QKV_INSERT, a, sizes, device)
-    fmt = format_of(a["kv_cache"])
+    fmt = format_of(tensor("kv_cache", a["kv_cache"]))
     scale("kv_scale", a["kv_scale"], fmt)
     if a["q_scale"] is not None and positive("q_scale", a["q_scale"]) != 1.0 and a["q_dtype"] is BF:
         raise InvalidArgument("q_scale", a["q_scale"], "1.0 with bfloat16 q", hint="a q scale applies to q_dtype=torch.float8_e4m3fn only")
     if a["q_dtype"] is not BF and not fmt.scaled:
         raise InvalidArgument("q_dtype", a["q_dtype"], f"{BF} with {fmt.name} rows", hint="FP8 q goes with full-row FP8 caches")
+    if tensor("cos_sin", a["cos_sin"]).dim() == 2 and a["cos_sin"].shape[0] < 1:
+        raise InvalidArgument("cos_sin", f"shape {list(a['cos_sin'].shape)}", "at least one row")
+
+
+def qkv_insert(a: Mapping[str, Any]) -> None:
+    """All checks of `qkv_insert`."""
+    qkv_insert_scalars(a)
+    sizes: dict[str, int] = {}
+    device = tensor("q", a["q"]).device
+    check(QKV_INSERT, a, sizes, device)
     heads = sizes["H"]
     padded = heads if a["padded_heads"] is None else integer("padded_heads", a["padded_heads"], heads, 128)
-    if a["out"] is not None:
-        check((Arg("out", (a["q_dtype"],), ("N", "padded_heads", HEAD_DIM), vector=True),), a, {**sizes, "padded_heads": padded}, device)
+    check(QKV_INSERT_OUT, a, {**sizes, "padded_heads": padded}, device)
+    if a["out"] is not None and a["out"].dtype != a["q_dtype"]:
+        raise InvalidArgument("out", f"dtype {a['out'].dtype}", f"{a['q_dtype']}, which q_dtype says")
 
 
 COMBINED_IN = (

@@ -1,7 +1,7 @@
 """Roundings to storage formats, on register fragments. The rules for NaN and infinity are those of `reference/quant.py`."""
 
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, cute
-from cutlass._mlir.dialects import arith
+from cutlass._mlir.dialects import arith, llvm
 
 from cute_kernels.kv_format import E4M3_MAX
 
@@ -36,6 +36,11 @@ def to_e4m3(values: cute.Tensor, factor: Float32) -> cute.Tensor:
     codes = like(values, Float8E4M3FN)
     codes.store(scaled.load().to(Float8E4M3FN))
     return codes
+
+
+def product(a: Float32, b: Float32) -> Float32:
+    """a * b, rounded by itself: the compiler fuses a `*` whose result is added to something into one multiply-add, this never."""
+    return Float32(llvm.inline_asm(Float32.mlir_type, [a.ir_value(), b.ir_value()], "mul.rn.f32 $0, $1, $2;", "=f,f,f"))
 
 
 def bits_of(value: Float32) -> Int32:

@@ -15,10 +15,8 @@ def load_weight(norm_weight: cute.Tensor, column: Int32, count: int) -> cute.Ten
 
 
 @cute.jit
-def load_rotation(cos_sin: cute.Tensor, position: Int32, column: Int32, rotation: cute.Tensor, vectors: cutlass.Constexpr = False):
+def load_rotation(cos_sin: cute.Tensor, position: Int32, column: Int32, rotation: cute.Tensor):
     """Cosines, then sines of this thread's column pairs at `position`; nothing for columns that are not rotated.
-
-    vectors  the rows of `cos_sin` are aligned, so that each half is one access
 
     Row p of `cos_sin` is cos(p f_0) .. cos(p f_31), sin(p f_0) .. sin(p f_31); pair j is columns (448 + 2j, 449 + 2j).
     """
@@ -26,16 +24,11 @@ def load_rotation(cos_sin: cute.Tensor, position: Int32, column: Int32, rotation
     if column >= NOPE_DIM:
         row = memory.base_address(cos_sin) + Int64(position) * memory.byte_stride(cos_sin, 0)
         first = row + Int64(column - NOPE_DIM) * 2  # half as many pairs as columns, 4 bytes each
-        if cutlass.const_expr(vectors):
-            halves = cute.make_tensor(rotation.iterator, cute.make_layout((pairs, 2)))
-            memory.load_vector(first, halves[None, 0])
-            memory.load_vector(first + ROPE_DIM * 2, halves[None, 1])
-        else:
-            cosines = memory.at(first, Float32, pairs, alignment=4)
-            sines = memory.at(first + ROPE_DIM * 2, Float32, pairs, alignment=4)
-            for j in cutlass.range_constexpr(pairs):
-                rotation[j] = cosines[j]
-                rotation[pairs + j] = sines[j]
+        cosines = memory.at(first, Float32, pairs, alignment=4)
+        sines = memory.at(first + ROPE_DIM * 2, Float32, pairs, alignment=4)
+        for j in cutlass.range_constexpr(pairs):
+            rotation[j] = cosines[j]
+            rotation[pairs + j] = sines[j]
 
 
 def square_sum(values: cute.Tensor) -> Float32:
@@ -58,8 +51,8 @@ def rotate(values: cute.Tensor, rotated: Boolean, rotation: cute.Tensor):
         pairs = cutlass.const_expr(cute.size(values) // 2)
         for j in cutlass.range_constexpr(pairs):
             a, b, c, s = values[2 * j], values[2 * j + 1], rotation[j], rotation[pairs + j]
-            values[2 * j] = a * c - b * s
-            values[2 * j + 1] = a * s + b * c
+            values[2 * j] = convert.product(a, c) - convert.product(b, s)
+            values[2 * j + 1] = convert.product(a, s) + convert.product(b, c)
 
 
 @cute.jit

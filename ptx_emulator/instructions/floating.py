@@ -80,6 +80,16 @@ def _packed(function):
     return run
 
 
+def _mixed(kind: str, function):
+    """float32 arithmetic on operands of which all but the last are bf16 or f16; float32 holds these exactly."""
+
+    def run(*sources: np.ndarray) -> np.ndarray:
+        *small, last = sources
+        return function(*(num.decode(codes, _SMALL[kind]).astype(F32) for codes in small), last)
+
+    return run
+
+
 def _small(kind: str, operation: str, ftz: str, sat: str, relu: str):
     """bf16 and f16 arithmetic: exact in float64 or rounded to odd there, then rounded once."""
     fmt = _SMALL[kind]
@@ -113,9 +123,14 @@ def _by_halves(one):
 def _float_operation(build: Build, ins: ptx.Instruction, operation: str) -> Step:
     m = Modifiers(ins)
     mode = m.take(*ROUNDINGS) or "rn"
-    ftz, sat, relu, kind = m.take("ftz"), m.take("sat"), m.take("relu"), m.type()
+    ftz, sat, relu, kinds = m.take("ftz"), m.take("sat"), m.take("relu"), m.types()
     count = 3 if operation == "fma" else 2
     m.finish(count + 1)
+    if len(kinds) == 2 and kinds[0] == "f32" and kinds[1] in ("bf16", "f16") and operation != "mul" and not (ftz or relu):
+        return elementwise(build, ins, ["b16"] * (count - 1) + ["f32"], "f32", _mixed(kinds[1], _f32(m, operation, mode, "", sat)))
+    if len(kinds) != 1:
+        raise m.unsupported("type expected")
+    kind = kinds[0]
     if relu and kind not in _SMALL:
         raise m.unsupported()
     if kind == "f32":

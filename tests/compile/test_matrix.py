@@ -13,7 +13,7 @@ import pytest
 from cute_kernels.compile import build, cache
 from cute_kernels.compile.inspect import Instructions, count_instructions, disassemble, pdl_faults
 from cute_kernels.compile.matrix import support_matrix
-from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, SparseIndicesSpec
+from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.target import Target, all_targets
 
 FULL = ("sm_100f", "sm_120f")
@@ -28,6 +28,11 @@ SAMPLE = {
     (False, "local"),
     (True, "all_groups"),
     (False, "none"),
+    (True, "bf16", "bf16", True),
+    (False, "fp8", "bf16", False),
+    (False, "fp8", "e4m3", True),
+    (False, "fp8_ds_mla", "bf16", True),
+    (True, "fp8_ds_mla", "bf16", False),
 }
 REGISTERS_OF_AN_SM, REGISTER_GRANULE = 65536, 8
 
@@ -35,6 +40,8 @@ REGISTERS_OF_AN_SM, REGISTER_GRANULE = 65536, 8
 def sampled(spec: KernelSpec) -> bool:
     if isinstance(spec, CompressStoreSpec):
         rest: tuple[object, ...] = (spec.ratio, spec.kv_format, spec.save)
+    elif isinstance(spec, QkvInsertSpec):
+        rest = (spec.kv_format, spec.q_dtype, spec.apply_q_norm)
     else:
         assert isinstance(spec, SparseIndicesSpec)
         if not spec.slots:
@@ -79,6 +86,8 @@ def test_kernel(spec: KernelSpec) -> None:
         assert not uses_clusters and found.counts.get("cluster", 0) == 0, "the SM120 family splits nothing over clusters"
     if isinstance(spec, CompressStoreSpec):
         check_compress_store(spec, ptx, found)
+    elif isinstance(spec, QkvInsertSpec):
+        check_qkv_insert(spec, ptx, found)
     else:
         check_sparse_indices(spec, found)
 
@@ -94,6 +103,17 @@ def check_compress_store(spec: CompressStoreSpec, ptx: str, found: Instructions)
     assert ("e4m3x2" in ptx) == (spec.kv_format != "bf16"), "E4M3 conversions belong to FP8 rows, and to no others"
     assert "bf16x2" in ptx or "cvt.rn.bf16" in ptx, "every format rounds to BF16 first"
     assert "ex2.approx" in ptx, "the softmax over the window uses exp2"
+
+
+def check_qkv_insert(spec: QkvInsertSpec, ptx: str, found: Instructions) -> None:
+    assert found.widest_load == spec.vector_bytes, "rows are read with accesses narrower than their alignment allows"
+    stored = spec.vector_bytes if spec.q_dtype == "bf16" else spec.vector_bytes // 2
+    assert found.widest_store == stored
+    assert ("e4m3x2" in ptx) == (spec.kv_format != "bf16"), "E4M3 conversions belong to FP8 rows, and to no others"
+    assert ("rsqrt.approx" in ptx) == spec.apply_q_norm
+    assert block_threads(ptx) == 128 and "bar.sync" not in ptx and "barrier" not in ptx, "warps work on their own"
+    # Each of the four products of a rotated pair is rounded by itself, or KV rows would differ from the reference.
+    assert len(re.findall(r"mul\.rn\.f32", ptx)) >= 2 * spec.vector_bytes // 2
 
 
 def check_sparse_indices(spec: SparseIndicesSpec, found: Instructions) -> None:

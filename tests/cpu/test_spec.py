@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.compile import cache, fingerprint, matrix
-from cute_kernels.compile.spec import SPEC_TYPES, CompressStoreSpec, KernelSpec, SparseIndicesSpec, spec_from_fields
+from cute_kernels.compile.spec import SPEC_TYPES, CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec, spec_from_fields
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.layer import LayerSpec
 from cute_kernels.save_policy import SavePolicy
@@ -29,6 +29,17 @@ VARIATIONS: dict[type[KernelSpec], tuple[KernelSpec, dict[str, object]]] = {
     SparseIndicesSpec: (
         SparseIndicesSpec(SM100),
         {"target": SM120, "vector_bytes": 32, "pdl": False, "source": "global", "slots": False},
+    ),
+    QkvInsertSpec: (
+        QkvInsertSpec(SM100, kv_format="fp8"),
+        {
+            "target": Target("sm100", "sm_103a"),
+            "vector_bytes": 32,
+            "pdl": False,
+            "kv_format": "bf16",
+            "q_dtype": "e4m3",
+            "apply_q_norm": False,
+        },
     ),
     ScaleSpec: (ScaleSpec(SM100), {"target": SM120, "vector_bytes": 32, "pdl": False, "factor": 3}),
 }
@@ -94,6 +105,8 @@ def test_impossible_specs_are_refused() -> None:
         lambda: CompressStoreSpec(SM120, kv_format="bf16"),
         lambda: CompressStoreSpec(SM100, scores=False, save="every_row"),
         lambda: SparseIndicesSpec(SM100, source="nowhere"),
+        lambda: QkvInsertSpec(SM120, kv_format="bf16"),
+        lambda: QkvInsertSpec(SM100, kv_format="bf16", q_dtype="e4m3"),
         lambda: SparseIndicesSpec(SM100, vector_bytes=64),
     ):
         with pytest.raises(InvalidArgument, match="expected"):
@@ -133,7 +146,7 @@ KEYS = """
     from cute_kernels.compile import cache, fingerprint
     from cute_kernels.compile.spec import SPEC_TYPES
     from cute_kernels.target import Target
-    specs = {t(Target.named(a), kv_format=k) if o == "compress_store" else t(Target.named(a))
+    specs = {t(Target.named(a), kv_format=k) if o in ("compress_store", "qkv_insert") else t(Target.named(a))
              for o, t in SPEC_TYPES.items() for a, k in (("sm_100a", "bf16"), ("sm_120a", "fp8_ds_mla"))}
     print(json.dumps({s.module: [cache.key(s), sorted(fingerprint.sources(s.module))] for s in specs}))
 """

@@ -30,6 +30,7 @@ WRITTEN = {
         {"table", "lengths", "window_table", "window_lengths", "compressed_table", "compressed_lengths"},
         {"table", "lengths", "window_table", "window_lengths", "compressed_table", "compressed_lengths"},
     ),
+    "qkv_insert": ({"out", "kv_cache"}, {"out"}),
 }
 
 

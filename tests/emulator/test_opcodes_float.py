@@ -82,6 +82,15 @@ TABLE = {
     "max.f32 d32, a32, b32;": [(0, NZERO, 0), (NZERO, 0, 0), (NAN, ONE, ONE), (NAN, NAN, QNAN), (NINF, ONE, ONE), (TINY, 0, TINY)],
     "min.NaN.f32 d32, a32, b32;": [(NAN, ONE, QNAN), (ONE, NAN, QNAN), (ONE, 0, 0)],
     "max.NaN.f32 d32, a32, b32;": [(NAN, ONE, QNAN), (ONE, f32(2), f32(2))],
+    # float32 with bf16 or f16 operands, which are exact
+    "fma.rn.f32.bf16 d32, a16, b16, c32;": [
+        (0x3F81, 0x3F81, ONE | NZERO, f32(2.0**-6 + 2.0**-14)),  # (1 + 2^-7)^2 - 1: the product is not rounded
+        (0x0001, ONE >> 16, 0, 0x00010000),  # a bf16 subnormal
+        (0x7F80, 0x3F80, NINF, QNAN),
+    ],
+    "fma.rn.f32.f16 d32, a16, b16, c32;": [(0x3C01, 0x3C01, ONE | NZERO, f32(2.0**-9 + 2.0**-20))],
+    "add.f32.bf16 d32, a16, b32;": [(0x3F80, ULP1, f32(2))],  # 2 + 2^-23: a tie, to even
+    "sub.f32.bf16 d32, a16, b32;": [(0x3F80, ULP1, f32(-(2.0**-23)))],
     "max.ftz.f32 d32, a32, b32;": [(TINY, NZERO, 0)],
     "max.f32 d32, a32, b32, c32;": [(ONE, f32(3), f32(2), f32(3)), (NAN, NAN, ONE, ONE)],
     "min.xorsign.abs.f32 d32, a32, b32;": [(f32(-3), f32(2), f32(-2)), (f32(-3), f32(-4), f32(3))],
