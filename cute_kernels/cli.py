@@ -1,4 +1,4 @@
-"""The command line: info, compile, cache, inspect, demo."""
+"""The command line: info, matrix, compile, cache, inspect, demo."""
 
 from __future__ import annotations
 
@@ -89,6 +89,17 @@ def info() -> None:
     for name, meaning in _flashinfer():
         table.add_row(name, meaning)
     console.print(table)
+
+
+@main.command()
+@click.option("--format", "form", type=click.Choice(["md", "json"]), default="md", show_default=True, help="Page or plain data.")
+def matrix(form: str) -> None:
+    """What is supported where, and on what evidence: docs/support_matrix.md."""
+    import json
+
+    from cute_kernels import matrix_docs
+
+    click.echo(matrix_docs.markdown() if form == "md" else json.dumps(matrix_docs.matrix(), indent=2) + "\n", nl=False)
 
 
 def _version(package: str) -> str:
