@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cute_kernels.ops import sparse_indices as sparse_indices
     from cute_kernels.save_policy import SavePolicy as SavePolicy
     from cute_kernels.scales import AttentionScales as AttentionScales
+    from cute_kernels.step import CallPolicy as CallPolicy
     from cute_kernels.step import StepMetadata as StepMetadata
     from cute_kernels.step import slot_mapping as slot_mapping
     from cute_kernels.target import Target as Target
@@ -48,6 +49,7 @@ _HOME = {
     "allocate_workspace": "dispatch",
     "AttentionScales": "scales",
     "bind": "ops",
+    "CallPolicy": "step",
     "CombinedIndices": "indices",
     "CompileError": "errors",
     "compress_store": "ops",

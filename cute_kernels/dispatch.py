@@ -245,7 +245,9 @@ def supports(
         require_model(head_dim=head_dim, window=window, vision_spans=vision_spans, device=where)
         fmt = resolve_format(kv_cache_dtype, "sm100" if target is None else target.family)
         padded = pad_q_heads(num_heads)
-        path = _decode_path(target)
+        path = decode_path(target)
+        if path != "reference":
+            flashinfer_backend.load()
         if rope_quant:
             _require_rope_quant(torch.float8_e4m3fn if fmt.scaled else torch.bfloat16, padded, target, path.partition(" ")[0], where)
     except UnsupportedRequest as refusal:
@@ -253,12 +255,12 @@ def supports(
     return Support("", path, fmt.name, padded, "combined" if combined_form(target) else "segments")
 
 
-def _decode_path(target: Target | None) -> str:
+def decode_path(target: Target | None) -> str:
+    """What decode runs on for a target; `UnsupportedRequest` for SM90, which only has the reference."""
     if target is None:
         return "reference"
     if target.gpu_arch == "sm_90a":
         raise _no_decode_on_sm90(target)
-    flashinfer_backend.load()
     return "flashinfer trtllm-gen" if target.family == "sm100" else "flashinfer sparse"
 
 

@@ -84,6 +84,11 @@ def resolve_format(kv_cache_dtype: str, family: str) -> KVFormat:
     return known[kv_cache_dtype]
 
 
+def cache_dtypes() -> tuple[str, ...]:
+    """Every spelling of `kv_cache_dtype` that some family knows."""
+    return tuple(dict.fromkeys(name for known in _BY_FAMILY.values() for name in known))
+
+
 def formats_of(family: str) -> tuple[KVFormat, ...]:
     """The row formats of a family, each once."""
     return tuple(dict.fromkeys(_BY_FAMILY[family].values()))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from cute_kernels.errors import InvalidArgument
-from cute_kernels.kv_format import ALIGNMENT, HEAD_DIM, PACKED_DATA_BYTES, PACKED_FOOTER_BYTES, KVFormat
+from cute_kernels.kv_format import ALIGNMENT, FORMATS, HEAD_DIM, PACKED_DATA_BYTES, PACKED_FOOTER_BYTES, KVFormat
 
 # Offsets of pages inside a block: the widest access any kernel is built for.
 PAGE_ALIGNMENT = 32
@@ -189,6 +189,9 @@ class PoolPlan:
             raise InvalidArgument("index_keys", repr(index_keys), ", ".join(map(repr, (*INDEX_KEYS, None))))
         if not len(ratios):
             raise InvalidArgument("ratios", "no layers", "the compression ratio of each layer")
+
+        if kv_format not in FORMATS.values():
+            raise InvalidArgument("kv_format", getattr(kv_format, "name", kv_format), f"one of {', '.join(FORMATS)}")
 
         rows = kv_rows(kv_format)
         parts: dict[str, list[tuple[int, str, RowLayout, int]]] = {name: [] for name in _GROUPS}

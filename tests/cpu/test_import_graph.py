@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHAIN = (
     ("__main__",),
     ("cli",),
-    ("demo", "integrations"),
+    ("demo", "integrations", "matrix_docs"),
     ("demo_judge",),
     ("layer",),
     ("ops",),

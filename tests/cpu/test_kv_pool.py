@@ -12,7 +12,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels import reference, validate
 from cute_kernels.errors import InvalidArgument
-from cute_kernels.kv_format import BF16, FORMATS, FP8, PACKED, KVFormat, PoolGeometry
+from cute_kernels.kv_format import BF16, FORMATS, FP8, INLINE, PACKED, KVFormat, PoolGeometry
 from cute_kernels.kv_pool import INDEX_KEYS, KVPool, LayerPage, PoolPlan
 from tests.support.bytes import ROW_BYTES, Pool
 from tests.support.pools import cache_view
@@ -149,6 +149,7 @@ def test_the_block_that_an_engine_would_have_had_refused() -> None:
     ("arguments", "options", "message"),
     [
         (([4, 8], BF16), {}, r"ratios\[1\]: got 8, expected 0 or 1"),
+        (([4], INLINE), {}, "kv_format: got fp8_inline, expected one of bf16, fp8, fp8_ds_mla"),
         (([], BF16), {}, "ratios: got no layers"),
         (([1], BF16), {"window_rows": 0}, "window_rows: got 0"),
         (([1], BF16), {"window_rows": True}, "window_rows: got True"),
