@@ -58,9 +58,13 @@ def make_insert_case(
     short_slots: int = 0,
     page_rows: int = 64,
     value_scale: float = 1.0,
+    stray_positions: bool = False,
     seed: int = 0,
 ) -> InsertCase:
-    """A case on the CPU. `slotless` of the rows, and the last `short_slots`, have no KV slot; a few slots lie past the pool."""
+    """A case on the CPU. `slotless` of the rows, and the last `short_slots`, have no KV slot; a few slots lie past the pool.
+
+    stray_positions  every fifth row's position lies outside the rotation table
+    """
     rng = np.random.default_rng([seed, rows, heads])
     pool = layout(kv_format, rows // page_rows + 2, page_rows)
     slots = rng.permutation(pool.pages * page_rows)[:rows].astype(np.int64)
@@ -72,13 +76,16 @@ def make_insert_case(
     kv = rng.standard_normal((rows, 512)) * value_scale
     if rows > 1:
         kv[1, 64:128] = 0  # a group without a value
+    positions = rng.integers(0, table, rows)
+    if stray_positions:
+        positions[::5] = np.resize([-1, table, 2**40, -(2**63), 2**63 - 1], len(positions[::5]))
     return InsertCase(
         q=torch.from_numpy(rng.standard_normal((rows, heads, 512)) * value_scale).to(torch.bfloat16),
         kv=torch.from_numpy(kv).to(torch.bfloat16),
         pool=pool,
         storage=torch.from_numpy(rng.integers(0, 256, storage_bytes(pool), dtype=np.uint8)),
         slots=torch.from_numpy(slots[: rows - short_slots].copy()),
-        positions=torch.from_numpy(rng.integers(0, table, rows)),
+        positions=torch.from_numpy(positions),
         cos_sin=torch.from_numpy(np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)),
         options={
             "eps": eps,
@@ -118,12 +125,14 @@ def kv_row_bytes(row: np.ndarray, kv_format: str, scale: float | None) -> np.nda
 def check_insert(before: InsertCase, after: InsertCase, q_out: torch.Tensor) -> None:
     """`after` and `q_out` (any device) are what one call made of `before`."""
     options, pool = before.options, before.pool
-    cos_sin = before.cos_sin.numpy()[before.positions.numpy()]
+    positions = before.positions.numpy()
+    inside = (positions >= 0) & (positions < len(before.cos_sin))
+    cos_sin = before.cos_sin.numpy()[np.where(inside, positions, 0)]
 
     old, got = before.storage.numpy(), after.storage.cpu().numpy()
     rotated = _rotated(before.kv.float().numpy(), cos_sin)
     want = old.copy()
-    written = {int(s): t for t, s in enumerate(before.slots.tolist()) if 0 <= s < pool.pages * pool.page_rows}
+    written = {int(s): t for t, s in enumerate(before.slots.tolist()) if 0 <= s < pool.pages * pool.page_rows and inside[t]}
     for slot, t in written.items():
         raw = kv_row_bytes(rotated[t], pool.kv_format, options["kv_scale"])
         for first, count in pool.spans(slot):
@@ -144,7 +153,7 @@ def check_insert(before: InsertCase, after: InsertCase, q_out: torch.Tensor) -> 
         x = before.q.float().numpy().astype(dtype)
         if options["apply_q_norm"]:
             x = x / np.sqrt((x * x).mean(-1, keepdims=True) + dtype(options["eps"]))
-        return _rotated(x, cos_sin.astype(dtype)[:, None])
+        return np.where(inside[:, None, None], _rotated(x, cos_sin.astype(dtype)[:, None]), 0)
 
     exact = computed(np.float64)
     peak = np.abs(exact).max(-1, keepdims=True, initial=1e-300)

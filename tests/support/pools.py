@@ -29,7 +29,9 @@ def cache_view(pool: Pool, storage: torch.Tensor) -> torch.Tensor:
     """The cache tensor [pages, page rows, 512 or 584] of a pool inside its uint8 storage."""
     dtype = DTYPES[pool.kv_format]
     size, width = dtype.itemsize, ROW_BYTES[pool.kv_format] // dtype.itemsize
-    return storage.view(dtype).as_strided((pool.pages, pool.page_rows, width), (pool.page_stride // size, width, 1), pool.base // size)
+    flat = storage.view(dtype)
+    first = flat.storage_offset() + pool.base // size
+    return flat.as_strided((pool.pages, pool.page_rows, width), (pool.page_stride // size, width, 1), first)
 
 
 def owned_bytes(pool: Pool, size: int, slots: list[int]) -> np.ndarray:
