@@ -82,6 +82,14 @@ def exact_sum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return round_to_odd(total, _two_sum_error(a, b, total))
 
 
+def signed_sum(a: np.ndarray, b: np.ndarray, mode: str) -> np.ndarray:
+    """`exact_sum` with the sign of a zero that rounding `mode` gives: operands of opposite signs cancel to -0 when rounding down."""
+    total = exact_sum(a, b)
+    if mode != "rm":
+        return total
+    return np.where((total == 0) & (np.signbit(a) != np.signbit(b)), -0.0, total)
+
+
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """IEEE fused multiply-add of float32 arrays, round to nearest even: one rounding of a*b + c."""
     product = a.astype(F64) * b.astype(F64)  # exact: 24 + 24 bits
@@ -94,11 +102,6 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     if doubtful.any():
         total = round_to_odd(total, _two_sum_error(product, addend, total))
     return total.astype(F32)
-
-
-def fma_exact(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a*b + c of float32 (or narrower) values as float64 rounded to odd, for directed roundings and narrow formats."""
-    return exact_sum(a.astype(F64) * b.astype(F64), c.astype(F64))
 
 
 def to_f32(exact: np.ndarray, mode: str) -> np.ndarray:

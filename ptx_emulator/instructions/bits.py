@@ -324,28 +324,3 @@ def _prmt(build, ins):
         return result
 
     return elementwise(build, ins, ["b32", "b32", "u32"], "b32", permute)
-
-
-@opcode("fns")
-def _fns(build, ins):
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(4)
-    if kind != "b32":
-        raise m.unsupported()
-
-    def find(mask: np.ndarray, base: np.ndarray, offset: np.ndarray) -> np.ndarray:
-        mask, base, offset = np.broadcast_arrays(mask, base, offset.view(np.int32))
-        out = np.full(mask.shape, 0xFFFFFFFF, U32)
-        for i in range(mask.size):
-            bits, start, nth = int(mask[i]), int(base[i]), int(offset[i])
-            order = range(start, 32) if nth >= 0 else range(start, -1, -1)
-            if nth == 0:
-                out[i] = start if bits >> start & 1 else 0xFFFFFFFF
-                continue
-            hits = [p for p in order if bits >> p & 1]
-            if len(hits) >= abs(nth):
-                out[i] = hits[abs(nth) - 1]
-        return out
-
-    return elementwise(build, ins, ["b32", "u32", "u32"], "u32", find)

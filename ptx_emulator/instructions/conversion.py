@@ -161,7 +161,11 @@ def _float_to_float(build: Build, ins: ptx.Instruction, m: Modifiers, to: str, s
             value = np.where(value > 0, np.minimum(value, 1), value.dtype.type(0))
         if to == "f32":
             result = value if value.dtype == F32 else num.to_f32(value, mode or "rn")
-            bits = num.canonical(np.ascontiguousarray(result).view(U32))
+            bits = np.ascontiguousarray(result).view(U32)
+            if source == "bf16":  # the payload of a NaN stays
+                bits = np.where(np.isnan(value), raw.astype(U32) << U32(16), bits)
+            elif source != "f64":
+                bits = num.canonical(bits)
             bits = num.flush(bits) if ftz else bits
         elif to == "f64":
             bits = value.astype(F64).view(U64)

@@ -38,21 +38,16 @@ def _arithmetic(m: Modifiers, operation: str, mode: str):
     if operation == "fma":
         if mode == "rn":
             return num.fma
-        return lambda a, b, c: num.to_f32(num.fma_exact(a, b, c), mode)
+        return lambda a, b, c: num.to_f32(num.signed_sum(a.astype(F64) * b.astype(F64), c.astype(F64), mode), mode)
     if mode == "rn":
         return {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}[operation]
     if operation == "add":
-        return lambda a, b: _zero_sum(a, b, num.to_f32(num.exact_sum(a.astype(F64), b.astype(F64)), mode), mode)
+        return lambda a, b: num.to_f32(num.signed_sum(a.astype(F64), b.astype(F64), mode), mode)
     if operation == "sub":
-        return lambda a, b: _zero_sum(a, -b, num.to_f32(num.exact_sum(a.astype(F64), -b.astype(F64)), mode), mode)
+        return lambda a, b: num.to_f32(num.signed_sum(a.astype(F64), -b.astype(F64), mode), mode)
     if operation == "mul":
         return lambda a, b: num.to_f32(a.astype(F64) * b.astype(F64), mode)
     raise m.unsupported(f"rounding .{mode}")
-
-
-def _zero_sum(a, b, total, mode):
-    """x + -x is +0, but -0 when rounding down."""
-    return np.where((total == 0) & (a == -b) & (a != 0), F32(-0.0 if mode == "rm" else 0.0), total)
 
 
 def _f32(m: Modifiers, operation: str, mode: str, ftz: str, sat: str):
@@ -196,7 +191,8 @@ def _sign(build: Build, ins: ptx.Instruction) -> Step:
 
     def change(a: np.ndarray) -> np.ndarray:
         bits = num.flush(a) if ftz else a
-        return bits ^ mask if negate else bits & ~mask
+        bits = bits ^ mask if negate else bits & ~mask
+        return num.canonical(bits) if kind == "f32" else bits
 
     return elementwise(build, ins, [f"b{width}"], f"b{width}", change)
 
@@ -390,6 +386,9 @@ def _div(build: Build, ins: ptx.Instruction) -> Step:
             x, y = num.flush(x), num.flush(y)
         if approximate:
             exact = x.view(F32).astype(F64) / y.view(F32).astype(F64)
+            if approximate == "approx":  # a * (1 / b), whose reciprocal is flushed for 2^126 < |b|: 0, and NaN for infinite a
+                flushed = (np.abs(y.view(F32)) > F32(2.0**126)) & np.isfinite(y.view(F32))
+                exact = np.where(flushed, exact * 0.0, exact)
             value = interval_end(exact, ERRORS["div"], False, f.machine.launch.approximation)
         else:
             value = x.view(F32) / y.view(F32)

@@ -53,7 +53,7 @@ TABLE = {
     ],
     "cvt.rz.bf16.f32 d16, a32;": [(0x3F80FFFF, 0x3F80), (0x7F7FFFFF, 0x7F7F), (0xBF80FFFF, 0xBF80)],
     "cvt.rn.relu.bf16.f32 d16, a32;": [(f32(-1), 0), (f32(1), 0x3F80), (NAN, 0x7FFF)],
-    "cvt.f32.bf16 d32, a16;": [(0x3F81, 0x3F810000), (0x7FC1, 0x7FFFFFFF), (0x8001, 0x80010000)],
+    "cvt.f32.bf16 d32, a16;": [(0x3F81, 0x3F810000), (0x7FC1, 0x7FC10000), (0x8001, 0x80010000)],
     "cvt.rn.f16.f32 d16, a32;": [
         (f32(65504), 0x7BFF),
         (f32(65520), 0x7C00),

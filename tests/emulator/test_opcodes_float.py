@@ -33,7 +33,13 @@ TABLE = {
         (0x00800000, 0x80000001, 0x007FFFFF),
     ],
     "add.rz.f32 d32, a32, b32;": [(ONE, HALF_ULP + 1, ONE), (ONE | NZERO, HALF_ULP | NZERO, ONE | NZERO), (MAXF, MAXF, MAXF)],
-    "add.rm.f32 d32, a32, b32;": [(ONE | NZERO, HALF_ULP | NZERO, ULP1 | NZERO), (ONE, HALF_ULP, ONE), (ONE, ONE | NZERO, NZERO)],
+    "add.rm.f32 d32, a32, b32;": [
+        (ONE | NZERO, HALF_ULP | NZERO, ULP1 | NZERO),
+        (ONE, HALF_ULP, ONE),
+        (ONE, ONE | NZERO, NZERO),
+        (NZERO, 0, NZERO),
+        (0, 0, 0),
+    ],
     "add.rp.f32 d32, a32, b32;": [(ONE, HALF_ULP, ULP1), (ONE, f32(2.0**-140), ULP1)],
     "add.ftz.f32 d32, a32, b32;": [(TINY, TINY, 0), (0x80000001, NZERO, NZERO), (0x00800000, 0x80000001, 0x00800000)],
     "add.sat.f32 d32, a32, b32;": [(ONE, ONE, ONE), (ONE | NZERO, 0, 0), (NAN, ONE, 0)],
@@ -74,7 +80,7 @@ TABLE = {
         (ULP1 << 32 | f32(2), ULP1 << 32 | f32(3), (ONE | NZERO) << 32 | f32(4), f32(2.0**-22 + 2.0**-46) << 32 | f32(10)),
     ],
     "div.rn.f32 d32, a32, b32;": [(ONE, f32(3), 0x3EAAAAAB), (ONE, 0, INF), (ONE, NZERO, NINF), (0, 0, QNAN), (TINY, f32(2), 0)],
-    "neg.f32 d32, a32;": [(ONE, ONE | NZERO), (0, NZERO), (INF, NINF)],
+    "neg.f32 d32, a32;": [(ONE, ONE | NZERO), (0, NZERO), (INF, NINF), (NAN, QNAN)],
     "abs.f32 d32, a32;": [(ONE | NZERO, ONE), (NZERO, 0), (NINF, INF)],
     "neg.ftz.f32 d32, a32;": [(TINY, NZERO)],
     # min and max: -0 < +0, and a single NaN loses.
@@ -108,7 +114,7 @@ TABLE = {
     "ex2.approx.f32 d32, a32;": [(0, ONE), (f32(-1), f32(0.5)), (NINF, 0), (INF, INF), (f32(128), INF), (f32(-149), TINY), (NAN, QNAN)],
     "ex2.approx.ftz.f32 d32, a32;": [(f32(-149), 0), (f32(-126), f32(2.0**-126)), (TINY, ONE)],
     "lg2.approx.f32 d32, a32;": [(f32(8), f32(3)), (0, NINF), (ONE | NZERO, QNAN), (INF, INF)],
-    "div.approx.f32 d32, a32, b32;": [(f32(6), f32(3), f32(2))],
+    "div.approx.f32 d32, a32, b32;": [(f32(6), f32(3), f32(2)), (f32(-1), f32(1.5 * 2.0**126), NZERO), (INF, MAXF, QNAN), (ONE, INF, 0)],
     "div.full.f32 d32, a32, b32;": [(f32(6), f32(3), f32(2))],
     # bf16 and f16
     "add.rn.bf16x2 d32, a32, b32;": [(0x3F803F80, 0x3B803F80, 0x3F804000)],  # 1 + 2^-8 ties to even
