@@ -7,7 +7,7 @@ import torch
 
 import cute_kernels as ck
 from cute_kernels import torch_ops
-from tests.cpu.test_validate import compress_arguments, index_arguments
+from tests.cpu.test_validate import compress_arguments, index_arguments, insert_arguments
 from tests.support.decode_case import decode_case, pool
 
 
@@ -47,12 +47,14 @@ def operator_calls(monkeypatch):
     c = decode_case("sm120", "fp8_ds_mla", 5).arguments
     first = (c["q"], c["swa_cache"], c["kv_cache"], c["step"], c["indices"], 5, c["sinks"], 0.04, 1.0, 1.0)
     torch_ops.decode(*first, None, None, None, None, "reference", None)
+    i = insert_arguments(kv_cache=pool("bf16", 6, 16, strided=True).clone())
+    torch_ops.qkv_insert(*(i[n] for n in list(i)[:6]), 1e-6, 8, True, None, None, torch.bfloat16, None, "auto", None)
     monkeypatch.undo()
     return calls
 
 
 def test_opcheck(operator_calls):
-    assert set(operator_calls) == {"compress_store", "sparse_indices", "sparse_indices_out", "decode"}
+    assert set(operator_calls) == {"compress_store", "sparse_indices", "sparse_indices_out", "qkv_insert", "decode"}
     for name, arguments in operator_calls.items():
         operator = getattr(torch.ops.cute_kernels, name).default
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
@@ -67,17 +69,26 @@ def test_a_step_is_traced_whole_and_gives_what_eager_gives(family):
     if family == "sm120":
         a |= {"kv_cache": given["kv_cache"].clone(), "kv_scale": None}
     b = index_arguments(target=family, out=None)
+    i = insert_arguments(target=family, out=None)
+    if family == "sm120":
+        i |= {"kv_scale": None, "q_scale": None, "q_dtype": torch.bfloat16}
 
-    def step(state, cache, q):
+    def step(state, cache, swa_cache, q):
         ck.compress_store(**{**a, "state": state, "kv_cache": cache})
         tables = ck.sparse_indices(**b)
+        inserted = ck.qkv_insert(**{**i, "kv_cache": swa_cache})
+        own = i["q"].clone()
+        in_place = ck.qkv_insert(
+            **{**i, "q": own, "kv_cache": swa_cache, "q_dtype": torch.bfloat16, "q_scale": None, "padded_heads": None, "out": own}
+        )
         attended = ck.decode(**{**given, "q": q}, backend="reference")
-        return tables, attended
+        return tables, inserted, in_place, attended
 
     results = []
     for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
         state, cache = a["state"].clone(), a["kv_cache"].clone()
-        tables, attended = function(state, cache, given["q"])
-        results.append([state, cache, attended, *vars(tables).values()])
+        swa_cache = pool(name, 6, 16, strided=True).clone()
+        tables, *results_of_calls = function(state, cache, swa_cache, given["q"])
+        results.append([state, cache, swa_cache, *results_of_calls, *vars(tables).values()])
     for eager, traced in zip(*results, strict=True):
         assert torch.equal(eager.float(), traced.float())

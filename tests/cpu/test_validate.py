@@ -241,8 +241,9 @@ def test_wrong_arguments_on_the_cpu(name, change, blamed):
 
 def behind_a_compiled_function(name: str, change: Arguments, blamed: str) -> bool:
     """Cases that get as far as the compiled function: target and device of the anchor choose the path before."""
-    anchored = name in ("compress_store", "sparse_indices") and getattr(change.get(ops._OPERATIONS[CALLS[name][0]].anchor), "device", None)
-    return name in ("compress_store", "sparse_indices") and blamed != "target" and str(anchored) != "meta"
+    operation = ops._OPERATIONS.get(CALLS[name][0])
+    anchored = operation and getattr(change.get(operation.anchor), "device", None)
+    return operation is not None and blamed != "target" and str(anchored) != "meta"
 
 
 @pytest.mark.parametrize(("name", "change", "blamed"), [c for c in sweep() if behind_a_compiled_function(*c.values)])
