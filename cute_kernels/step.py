@@ -130,10 +130,11 @@ class StepMetadata:
         max_query_len: int,
         max_decode_query_len: int,
         decode_query_len: int,
+        max_padded_rows: int = 0,
     ) -> StepMetadata:
         """A step over tensors that exist already, as a traced graph hands them over: nothing is allocated or copied.
 
-        It has no `query_start_loc_cpu` and cannot be updated; `decode` reads neither. Its `call_policy` is the default.
+        It has no `query_start_loc_cpu` and cannot be updated; `decode` reads neither. `max_padded_rows` as for `CallPolicy`.
         """
         step = cls.__new__(cls)
         step.device = positions.device
@@ -143,7 +144,7 @@ class StepMetadata:
         step.num_decodes, step.num_decode_tokens = num_decodes, num_decode_tokens
         step.num_prefills, step.num_prefill_tokens = step.num_requests - num_decodes, step.num_tokens - num_decode_tokens
         step.max_query_len, step.max_decode_query_len, step.decode_query_len = max_query_len, max_decode_query_len, decode_query_len
-        step.call_policy = CallPolicy()
+        step.call_policy = CallPolicy(max_padded_rows)
         return step
 
     def update(

@@ -279,6 +279,7 @@ def decode(
     combined = isinstance(indices, CombinedIndices)
     offsets = (step.query_start_loc, step.prefill_query_start_loc, step.seq_lens, step.positions, step.token_to_req)
     counts = [step.num_decodes, step.num_decode_tokens, step.max_query_len, step.max_decode_query_len, step.decode_query_len]
+    counts.append(step.call_policy.max_padded_rows)
     heads = q.shape[1] if num_heads is None else num_heads
     torch.ops.cute_kernels.decode(
         *(q, swa_cache, kv_cache, *offsets, counts, tables, combined, heads, sinks, sm_scale, q_scale, kv_scale, out, workspace, counters),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import reference
+from cute_kernels import dispatch, reference, torch_ops
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.step import SPLIT_ROWS, CallPolicy
 from tests.support.decode_case import decode_case, pool
@@ -133,6 +133,17 @@ def test_one_call_answers_as_two(capability: tuple[int, int], monkeypatch: pytes
     if family == "sm100":
         (call,) = one.calls
         assert call["max_q_len"] == 5 and call["batch_size"] == 6 and call["counters"].numel() >= 6 * 16 * 4
+
+
+@pytest.mark.parametrize("rows", [0, 7])
+def test_a_traced_call_keeps_the_policy(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = decode_case("sm100", "bf16", 8)
+    case.arguments["step"].call_policy = CallPolicy(rows)
+    seen = []
+    monkeypatch.setattr(dispatch, "decode", lambda **a: seen.append(a["step"]))
+    settings = {"out": None, "workspace": None, "counters": None, "rope_cos_sin": None, "backend": "reference", "target": None}
+    torch_ops.decode(**{**case.arguments, "sm_scale": 1.0, "q_scale": 1.0, "kv_scale": 1.0, **settings})
+    assert [s.call_policy for s in seen] == [CallPolicy(rows)] and seen[0].num_decodes == 3
 
 
 # Dense prefill beside sparse decode ---------------------------------------------------------------------------------------------
