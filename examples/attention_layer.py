@@ -255,6 +255,49 @@ def state_width(ratio: int) -> int:
     return {1: 0, 4: 1024, 128: 512}[ratio]
 
 
+# An operator of its own, as an engine's indexer is: a tracer sees one call where what is chosen depends on data.
+@torch.library.custom_op("cute_kernels_example::choose_groups", mutates_args={"keys"})
+def choose_groups(
+    queries: Tensor,
+    weights: Tensor,
+    new_keys: Tensor,
+    keys: Tensor,
+    kv_slots: Tensor,
+    compressed_block_table: Tensor,
+    positions: Tensor,
+    query_start_loc_cpu: Tensor,
+    topk: int,
+) -> Tensor:
+    """Stores the index keys of the groups that this step closes, and chooses groups for each row. T rows, R requests.
+
+    queries bf16 [T, index heads, index dim]; weights fp32 [T, index heads]; new_keys bf16 [T, index dim]; keys: the cache, by slot;
+    kv_slots int64 [T], negative where a row closes no group; compressed_block_table int32 [R, columns]; positions int64 [T]
+
+    Returns ids int32 [T, topk]: numbers of compressed rows within the request, best first, then -1.
+    """
+    closing = kv_slots >= 0
+    keys[kv_slots[closing]] = new_keys[closing]
+    ids = torch.full((len(queries), topk), -1, dtype=torch.int32, device=queries.device)
+    bounds = query_start_loc_cpu.tolist()
+    for request, rows in enumerate(map(slice, bounds[:-1], bounds[1:])):
+        visible = (positions[rows] + 1) // 4  # closed groups, per row
+        count = int(visible.max()) if len(visible) else 0
+        if count == 0:
+            continue
+        group = torch.arange(count, device=queries.device)
+        slots = compressed_block_table[request, group // 64].long() * 64 + group % 64
+        affinity = torch.einsum("thd,nd->thn", queries[rows], keys[slots])
+        score = torch.einsum("thn,th->tn", F.relu(affinity).float(), weights[rows])
+        best = score.masked_fill(group >= visible[:, None], -math.inf).topk(min(topk, count))
+        ids[rows, : best.indices.shape[1]] = best.indices.int().masked_fill(best.values == -math.inf, -1)
+    return ids
+
+
+@choose_groups.register_fake
+def _(queries: Tensor, *others: object) -> Tensor:
+    return queries.new_empty((queries.shape[0], others[-1]), dtype=torch.int32)
+
+
 class Indexer(nn.Module):
     """Chooses up to `index_topk` of the closed groups for each row (ratio 4). Plain PyTorch, simplified: see the top."""
 
@@ -266,25 +309,11 @@ class Indexer(nn.Module):
         self.head_weight = linear(config.hidden_size, config.index_heads)
 
     def forward(self, hidden: Tensor, q_latent: Tensor, batch: Batch, keys: Tensor) -> Tensor:
-        """ids int32 [T, topk]: numbers of compressed rows within the request, best first, then -1."""
+        """ids int32 [T, topk]: see `choose_groups`."""
         step, tables = batch.step, batch.tables[4]
-        closing = tables.kv_slots >= 0
-        keys[tables.kv_slots[closing]] = self.key(hidden[closing])
         queries = self.query(q_latent).unflatten(-1, (self.heads, -1))
-        weights = self.head_weight(hidden).float()
-        ids = torch.full((len(hidden), self.topk), -1, dtype=torch.int32, device=hidden.device)
-        for request, (_, rows) in enumerate(batch.rows()):
-            visible = (step.positions[rows] + 1) // 4  # closed groups, per row
-            count = int(visible.max())
-            if count == 0:
-                continue
-            group = torch.arange(count, device=hidden.device)
-            slots = tables.compressed_block_table[request, group // 64].long() * 64 + group % 64
-            affinity = torch.einsum("thd,nd->thn", queries[rows], keys[slots])
-            score = torch.einsum("thn,th->tn", F.relu(affinity).float(), weights[rows])
-            best = score.masked_fill(group >= visible[:, None], -math.inf).topk(min(self.topk, count))
-            ids[rows, : best.indices.shape[1]] = best.indices.int().masked_fill(best.values == -math.inf, -1)
-        return ids
+        where = (tables.kv_slots, tables.compressed_block_table, step.positions, step.query_start_loc_cpu)
+        return choose_groups(queries, self.head_weight(hidden).float(), self.key(hidden), keys, *where, self.topk)
 
 
 class DeepseekV4Attention(nn.Module):
@@ -334,7 +363,6 @@ class DeepseekV4Attention(nn.Module):
             cos_sin=self.cos_sin,
             sinks=self.sinks,
             target=engine.target,
-            insert_backend="reference",  # qkv_insert has no kernel yet: norm and rotation of q run in plain PyTorch, on a GPU too
             decode_backend=engine.decode_backend,
             **compressor,
         )
