@@ -26,6 +26,7 @@ _ROWS = {"bf16": "BF16", "fp8": "E4M3", "fp8_ds_mla": "packed"}
 EMULATED = {
     "compress_store": "tests/emulator/test_compress_store.py",
     "sparse_indices": "tests/emulator/test_public_api.py",
+    "qkv_insert": "tests/emulator/test_qkv_insert.py",
 }
 ON_SM90 = {
     "compress_store": "tests/gpu/test_compress_store.py",
