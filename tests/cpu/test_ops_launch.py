@@ -10,9 +10,9 @@ import torch
 import cute_kernels as ck
 from cute_kernels import ops
 from cute_kernels.compile import cache
-from cute_kernels.compile.spec import CompressStoreSpec, SparseIndicesSpec
+from cute_kernels.compile.spec import CompressStoreSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.target import Target, all_targets
-from tests.cpu.test_validate import compress_arguments, index_arguments
+from tests.cpu.test_validate import compress_arguments, index_arguments, insert_arguments
 from tests.support.decode_case import pool
 
 
@@ -89,6 +89,42 @@ def test_sparse_indices_arguments(target, source, slots, launched):
     for argument, value in zip(spec.argument_names, arguments, strict=True):
         expected = {**a, **tables, **pages}[argument]
         assert value is expected or value == expected, argument
+
+
+@pytest.mark.parametrize("target", all_targets(), ids=str)
+@pytest.mark.parametrize("norm", [True, False])
+def test_qkv_insert_arguments(target, norm, launched):
+    forms = [("bf16", torch.bfloat16), ("fp8", torch.bfloat16), ("fp8", torch.float8_e4m3fn)]
+    for name, dtype in forms if target.family == "sm100" else [("fp8_ds_mla", torch.bfloat16)]:
+        fp8_q = dtype is torch.float8_e4m3fn
+        scales = {"kv_scale": 0.25 if name == "fp8" else None, "q_scale": 0.5 if fp8_q else None}
+        for out in (None, torch.zeros(6, 8, 512).to(dtype)):
+            a = insert_arguments(kv_cache=pool(name, 6, 16, strided=True), q_dtype=dtype, apply_q_norm=norm, out=out, **scales)
+            result = launch(ck.qkv_insert, a, target)
+            spec, arguments = launched.pop()
+            kind = "e4m3" if fp8_q else "bf16"
+            assert spec == QkvInsertSpec(target, spec.vector_bytes, kv_format=name, q_dtype=kind, apply_q_norm=norm)
+            assert result.shape == (6, 8, 512) and result.dtype is dtype and (out is None or result is out)
+            scalars = {"eps": 1e-6, "inverse_q_scale": 2.0, "inverse_kv_scale": 4.0}
+            for argument, value in zip(spec.argument_names, arguments, strict=True):
+                assert value is {**a, "out": result}[argument] if argument not in scalars else value == scalars[argument], argument
+
+
+def test_qkv_insert_where_no_symbol_ties_extents(launched):
+    target = Target.named("sm100")
+    wide = torch.zeros(6, 16, 512, dtype=torch.float8_e4m3fn)
+    for change, name in (
+        ({"out": wide}, "out"),
+        ({"out": wide[:, :8]}, "out"),
+        ({"padded_heads": 4, "out": wide[:, :4].clone()}, "padded_heads"),
+        ({"padded_heads": 129}, "padded_heads"),
+        ({"cos_sin": torch.zeros(0, 64)}, "cos_sin"),
+    ):
+        with pytest.raises(ck.InvalidArgument, match=f"{name}: got"):
+            launch(ck.qkv_insert, insert_arguments(**change), target)
+    assert not launched
+    empty = {name: insert_arguments()[name][:0] for name in ("q", "kv", "positions", "out")}
+    assert launch(ck.qkv_insert, insert_arguments(**empty), target) is empty["out"] and not launched
 
 
 def test_the_width_follows_the_worst_argument_on_every_call(launched):
@@ -194,6 +230,26 @@ def test_prepared_arguments_reach_the_compiled_function(launched, monkeypatch):
         for name, value in given.items():
             if name in kept and isinstance(kept[name], torch.Tensor) and name != "state_slots":
                 assert isinstance(value, tvm_ffi.Tensor) and torch.from_dlpack(value).data_ptr() == kept[name].data_ptr()
+
+
+def test_a_bound_insert_keeps_cache_and_table(launched):
+    import tvm_ffi
+
+    target = Target.named("sm_100a")
+    a = insert_arguments(target=target)
+    kept = {n: a.pop(n) for n in ("kv_cache", "cos_sin", "out", "eps", "padded_heads", "q_scale", "kv_scale", "q_dtype", "target")}
+    bound = ck.bind(ck.qkv_insert, **kept)
+    bound._prepare(ops._OPERATIONS[ck.qkv_insert], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    assert bound(**a) is kept["out"]
+    spec, arguments = launched.pop()
+    given = dict(zip(spec.argument_names, arguments, strict=True))
+    for name in ("kv_cache", "cos_sin", "out"):
+        assert isinstance(given[name], tvm_ffi.Tensor) and given[name].shape == tuple(kept[name].shape)
+    assert given["q"] is a["q"]
+    plain = bound(**{**a, "backend": "reference"})
+    assert plain is kept["out"] and not launched, 'backend="reference" runs no kernel'
+    del a["backend"]
+    assert ck.bind(ck.qkv_insert, **kept, backend="reference")(**a) is kept["out"] and not launched
 
 
 def test_bind_refuses():
