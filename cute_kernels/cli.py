@@ -160,6 +160,7 @@ def compile_command(targets: list[Target], out: Path, jobs: int) -> None:
         console.print(
             f"{folder}: {len(specs)} kernels for {target}, {size / 1e6:.1f} MB, {manifest['seconds']} s, {len(spilled)} of them spill",
             highlight=False,
+            soft_wrap=True,
         )
 
 
