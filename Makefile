@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 PINS := build/venv-vllm-0.33
 JOBS ?= 2
-PYTEST := $(PY) -m pytest -n $(JOBS)
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 # One cache of compiled kernels for packs, demo and tests of this checkout.
 export CUTE_KERNELS_CACHE_DIR ?= $(CURDIR)/build/cache
 # An interpreter that runs and is new enough (a version manager's shim may be there and refuse).
