@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from html import escape
 
-from cute_kernels.kv_format import BF16, FP8, NOPE_DIM, PACKED, PACKED_DATA_BYTES, PACKED_FOOTER_BYTES, SCALE_GROUP
+from cute_kernels.kv_format import (
+    BF16,
+    FP8,
+    INLINE,
+    INLINE_GROUP,
+    INLINE_ROPE,
+    INLINE_SCALES,
+    NOPE_DIM,
+    PACKED,
+    PACKED_DATA_BYTES,
+    PACKED_FOOTER_BYTES,
+    SCALE_GROUP,
+)
 from cute_kernels.kv_pool import PoolPlan
 
 WIDTH = 960
@@ -58,8 +70,8 @@ class Picture:
 
 
 def rows() -> str:
-    """The three kinds of rows, to one scale."""
-    picture = Picture("Rows of the three KV formats")
+    """The rows of every KV format, to one scale."""
+    picture = Picture("Rows of the KV formats")
     full = WIDTH - 20
     rotated = 512 - NOPE_DIM
     for fmt, size in ((BF16, 2), (FP8, 1)):
@@ -74,6 +86,12 @@ def rows() -> str:
     picture.row(boxes, width=full * PACKED_DATA_BYTES / BF16.row_bytes)
     picture.row([*((f"s{i}", 1.0, "scales") for i in range(groups)), ("0", 1.0, "gap")], width=280)
     picture.line(f"s0 … s{groups - 1}: UE8M0 scales, one for {SCALE_GROUP} values each; the last byte is 0", size=12)
+    picture.space()
+    scales, inline_rope = INLINE_ROPE - INLINE_SCALES, INLINE.row_bytes - INLINE_ROPE
+    picture.line(f"{INLINE.name} (V3.2): {INLINE.row_bytes} bytes a row, rows back to back; read by gather_upconvert")
+    boxes = [(f"{INLINE_SCALES} E4M3, {INLINE_SCALES} B", INLINE_SCALES, "values"), ("", scales, "scales")]
+    picture.row([*boxes, (f"{rotated} BF16, {inline_rope} B", inline_rope, "rotated")], width=full * INLINE.row_bytes / BF16.row_bytes)
+    picture.line(f"between them {scales // 4} fp32 scales ({scales} B), one for {INLINE_GROUP} values each", size=12)
     return picture.svg()
 
 
