@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.table import Table
+from rich.table import Column, Table
 
 from cute_kernels.errors import CuteKernelsError
 from cute_kernels.target import Target, all_targets
@@ -132,7 +132,7 @@ def _flashinfer() -> list[tuple[str, str]]:
     from cute_kernels import flashinfer_backend
 
     capabilities = flashinfer_backend.capabilities()
-    return [(f"flashinfer {name}", str(value)) for name, value in _fields(capabilities).items()]
+    return [(f"flashinfer {name}", str(value)) for name, value in _fields(capabilities).items() if value != ""]
 
 
 def _fields(value: Any) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def inspect(targets: list[Target], only: str, counts: bool, jobs: int) -> None:
         with tempfile.TemporaryDirectory() as scratch, _bar(target, len(specs)) as advance:
             compile_objects(specs, Path(scratch), workers=jobs, progress=advance)
         columns = ("registers", "spill B", "shared B", "code B", "load B", "store B", "instructions")
-        table = Table("kernel", *columns, title=str(target), box=None, pad_edge=False)
+        table = Table(Column("kernel", max_width=120), *columns, title=str(target), title_justify="left", box=None, pad_edge=False)
         for spec in specs:
             compiled, manifest = kernels.ensure_with_manifest(spec)
             found = count_instructions(disassemble(compiled.object.with_name(CUBIN)))
