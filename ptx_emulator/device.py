@@ -62,7 +62,7 @@ class Settings:
     """How launches are run; shared by all kernels that are given the same object.
 
     prepare        called with (kernel's name for the caller, Memory, arguments by name) before each launch: declare outputs there
-    approximation  see `run_ptx`
+    approximation, check_races, statistics  see `run_ptx`
     on_result      called with (name, Result) after each launch
     """
 
@@ -70,6 +70,7 @@ class Settings:
     on_result: Callable[[str, Result], None] | None = None
     approximation: str = "nearest"
     check_races: bool = True
+    statistics: bool = False
 
 
 @dataclass
@@ -177,6 +178,7 @@ class EmulatedKernel:
             pdl=pdl,
             approximation=settings.approximation,
             check_races=settings.check_races,
+            statistics=settings.statistics,
             shared_limit=self.shared_limit,
         )
         self.results.append(result)

@@ -21,7 +21,10 @@ _SHARED = 32 << 20  # bytes of shared memory held at once
 
 @dataclass
 class Result:
-    """What a launch did. `lines` maps each PTX line of an instruction to (times executed, threads)."""
+    """What a launch did. `lines` maps each PTX line of an instruction to (times executed, threads).
+
+    accesses  with `statistics`: PTX line of each global load and store -> (warps, 32-byte sectors they touched, bytes)
+    """
 
     kernel: str
     lines: dict[int, tuple[int, int]]
@@ -29,6 +32,7 @@ class Result:
     opcodes: dict[str, int]
     loaded: int
     stored: int
+    accesses: dict[int, tuple[int, int, int]]
 
     @property
     def never(self) -> list[int]:
@@ -90,6 +94,7 @@ def run_ptx(
     kernel: str = "",
     approximation: str = "nearest",
     check_races: bool = True,
+    statistics: bool = False,
     shared_limit: int = 232_448,
 ) -> Result:
     """Execute a kernel on the CPU.
@@ -98,6 +103,7 @@ def run_ptx(
     memory        every buffer the kernel may touch
     pdl           launched with programmatic dependent launch: global accesses before `griddepcontrol.wait` are faults
     approximation "nearest", or "low" / "high" for an end of the documented error interval of the approximate functions
+    statistics    count warps, sectors and bytes of every global access (slower)
 
     Raises `KernelFault` for what is wrong in the kernel, `LaunchError` for what is wrong in the launch.
     """
@@ -110,6 +116,7 @@ def run_ptx(
     launch = Launch(_three(grid), _three(block), _three(cluster), dynamic_shared, parameters, pdl, approximation, check_races)
     _check(program, launch, shared_limit)
     counters = Counters(np.zeros(len(program.blocks), np.int64), np.zeros(len(program.blocks), np.int64))
+    counters.accesses = {} if statistics else None
     constants = _constants(program)
     whole = Memory([*memory.buffers, *constants]) if constants else memory
     size = program.build.dynamic_start + dynamic_shared
@@ -177,4 +184,5 @@ def _result(program: Program, counters: Counters) -> Result:
             lines[ins.line] = (before[0] + runs, before[1] + lanes)
             texts[ins.line] = ins.text
             opcodes[ins.base] = opcodes.get(ins.base, 0) + lanes
-    return Result(program.kernel.name, lines, texts, opcodes, counters.loaded, counters.stored)
+    accesses = {line: (row[0], row[1], row[2]) for line, row in sorted((counters.accesses or {}).items())}
+    return Result(program.kernel.name, lines, texts, opcodes, counters.loaded, counters.stored, accesses)

@@ -8,7 +8,7 @@ threads are still parked, the kernel is at fault and the report says who waits w
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -51,13 +51,24 @@ class Launch:
 
 @dataclass
 class Counters:
-    """Per basic block: how often it ran, and for how many threads; and bytes moved."""
+    """Per basic block: how often it ran, and for how many threads; bytes moved; and on demand every global access."""
 
     runs: np.ndarray
     lanes: np.ndarray
     loaded: int = 0
     stored: int = 0
-    accesses: dict[int, list[int]] = field(default_factory=dict)
+    accesses: dict[int, list[int]] | None = None  # PTX line -> [warps, 32-byte sectors, bytes]
+
+    def access(self, line: int, f: Fragment, address: np.ndarray, nbytes: int) -> None:
+        """Count the sectors that each warp touches with an access of `nbytes` a thread."""
+        if self.accesses is None:
+            return
+        warps = f.lanes.astype(np.uint64) // np.uint64(32)
+        sectors = np.broadcast_to(address >> np.uint64(5), warps.shape)
+        row = self.accesses.setdefault(line, [0, 0, 0])
+        row[0] += int(np.unique(warps).size)
+        row[1] += int(np.unique((warps << np.uint64(44)) ^ sectors).size)
+        row[2] += nbytes * f.n
 
 
 class Machine:

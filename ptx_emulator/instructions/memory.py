@@ -107,12 +107,13 @@ def check_waited(f: Fragment) -> None:
             raise AccessFault("global access before griddepcontrol.wait", i, "memory of earlier kernels may not be ready")
 
 
-def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int) -> list[np.ndarray]:
+def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int, line: int = 0) -> list[np.ndarray]:
     """`count` elements per lane, as unsigned integers of `width` bytes; arrays of one where all lanes agree."""
     machine = f.machine
     if space == "global":
         check_waited(f)
         machine.counters.loaded += width * count * f.n
+        machine.counters.access(line, f, address, width * count)
         return machine.memory.load(address, width, count)
     if space == "shared":
         values, place = machine.shared.load(f, address, width, count)
@@ -133,21 +134,22 @@ def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int) -
         return [np.concatenate([raw[i + k * width : i + (k + 1) * width] for i in index]).view(dtype) for k in range(count)]
     parts = spaces(f, address)
     if len(parts) == 1:
-        return load(f, parts[0][0], parts[0][2], width, count)
+        return load(f, parts[0][0], parts[0][2], width, count, line)
     results = [np.zeros(f.n, f"u{width}") for _ in range(count)]
     for inner, index, mine in parts:
         part = f.take(index, [WAITED], f.pc)
-        for out, value in zip(results, load(part, inner, mine, width, count), strict=True):
+        for out, value in zip(results, load(part, inner, mine, width, count, line), strict=True):
             out[index] = value
     return results
 
 
-def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list[np.ndarray]) -> None:
+def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list[np.ndarray], line: int = 0) -> None:
     """The counterpart of `load`."""
     machine = f.machine
     if space == "global":
         check_waited(f)
         machine.counters.stored += width * len(values) * f.n
+        machine.counters.access(line, f, address, width * len(values))
         if address.shape[0] == 1 and f.n > 1:
             address = np.broadcast_to(address, (f.n,))
         machine.memory.store(address, width, values)
@@ -164,10 +166,11 @@ def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list
     elif space == "generic":
         parts = spaces(f, address)
         if len(parts) == 1:
-            store(f, parts[0][0], parts[0][2], width, values)
+            store(f, parts[0][0], parts[0][2], width, values, line)
             return
         for inner, index, mine in parts:
-            store(f.take(index, [WAITED], f.pc), inner, mine, width, [v if v.shape[0] == 1 else v[index] for v in values])
+            chosen = [v if v.shape[0] == 1 else v[index] for v in values]
+            store(f.take(index, [WAITED], f.pc), inner, mine, width, chosen, line)
     else:
         raise AccessFault("write to read-only memory", 0, f"store to {space} memory", space)
 
@@ -185,7 +188,7 @@ def _ld(build: Build, ins: ptx.Instruction) -> Step:
     plain = all(s.itemsize == width for s in stores)
 
     def run(f: Fragment) -> None:
-        values = load(f, space, address(f), width, count)
+        values = load(f, space, address(f), width, count, ins.line)
         if plain:
             for d, value in zip(ds, values, strict=True):
                 f.regs[d] = value
@@ -214,7 +217,7 @@ def _st(build: Build, ins: ptx.Instruction) -> Step:
     dtype = np.dtype(f"u{width}")
 
     def run(f: Fragment) -> None:
-        store(f, space, address(f), width, [f.regs[s].astype(dtype, copy=False) for s in slots])
+        store(f, space, address(f), width, [f.regs[s].astype(dtype, copy=False) for s in slots], ins.line)
 
     return run
 

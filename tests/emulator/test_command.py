@@ -1,0 +1,42 @@
+"""`python -m ptx_emulator`: the report of one case, and what is printed when a kernel is at fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptx_emulator.__main__ import main
+from tests.emulator import cases, small_kernels
+
+
+@pytest.mark.parametrize("target", ["sm_100a", "sm_120a"])
+def test_report_of_a_case(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sparse_indices", "padded", "--target", target]) == 0
+    text = capsys.readouterr().out
+    for part in ("1 launch of", "thread instructions", "integer", "bytes loaded", "sectors", "st.global", "never executed", "every lane"):
+        assert part in text, f"{part!r} not in\n{text}"
+
+
+def test_every_kernel_has_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert {line.split(":")[0] for line in capsys.readouterr().out.splitlines()} == set(cases.CASES)
+    assert main(["sparse_indices", "no such case"]) == 2
+
+
+def test_counts_of_a_small_kernel() -> None:
+    """64 threads load and store 50 words each of 3 rows of 200 bytes; every second row starts in the middle of a sector."""
+    _, result = small_kernels.run_reverse(small_kernels.REVERSE, statistics=True)
+    load, store = (row for _, row in sorted(result.accesses.items()))
+    assert load == store and load[0] == 6 and load[2] == 600
+    assert result.loaded == 600 and result.stored == 600
+    assert 3 * 200 / 32 <= load[1] <= 3 * (200 / 32 + 3)
+    assert result.opcodes["bar"] == 192
+
+
+def test_a_fault_is_the_whole_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(target: str, settings: object) -> str:
+        small_kernels.run_reverse(small_kernels.REVERSE.replace("bar.sync 0;", ""))
+        return "not reached"
+
+    monkeypatch.setitem(cases.CASES, "broken", {"race": broken})
+    assert main(["broken", "race"]) == 1
+    assert "shared-memory race" in capsys.readouterr().out
