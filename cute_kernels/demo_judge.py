@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 HEAD_DIM, NOPE, WINDOW, EPS = 512, 448, 128, 1e-6
-BLOCK = 64  # query rows judged at a time
+BLOCK = 16  # query rows judged at a time
 E4M3_MAX = 448.0
 
 
@@ -214,7 +214,7 @@ class LayerJudge:
         q [n, heads, 512] and kv [n, 512] as projected; kv_score [n, 2W] or None; ids [n, k]: the compressed rows chosen, with -1 where
         there is none, or None for every closed group; result [n, heads, 512]: what the layer computed.
         """
-        q, kv, result = q.cpu().double(), kv.cpu().double(), result.cpu().double()
+        kv = kv.cpu().double()
         self._kv[request] = kv = torch.cat([self._kv.get(request, kv[:0]), kv])
         position = torch.arange(len(kv) - len(q), len(kv))
         window = rotate(kv, torch.arange(len(kv)), self.ratio)
@@ -223,12 +223,11 @@ class LayerJudge:
             kv_score = kv_score.cpu().double()
             self._kv_score[request] = kv_score = torch.cat([self._kv_score.get(request, kv_score[:0]), kv_score])
             compressed = pool(kv_score, self.weights.ape, self.weights.norm, self.ratio)
-        q = rotate(normalise(q), position, self.ratio)
 
         how = self.rounding
-        q_rounded, window_rounded, compressed_rounded = how.query(q), how.window_row(window), how.compressed_row(compressed)
+        window_rounded, compressed_rounded = how.window_row(window), how.compressed_row(compressed)
         group = torch.arange(len(compressed))
-        for some in torch.arange(len(q)).split(BLOCK):  # so that a block's logits stay small
+        for some in torch.arange(len(q)).split(BLOCK):  # a few rows at a time: float64 is large
             p = position[some, None]
             near = torch.arange(max(int(p[0]) - WINDOW + 1, 0), int(p[-1]) + 1)
             visible = (near > p - WINDOW) & (near <= p)
@@ -236,11 +235,11 @@ class LayerJudge:
             if ids is not None:
                 chosen = (ids[some].cpu()[:, :, None] == group).any(1)
             visible = torch.cat([visible, chosen], 1)
-            truth = attend(q[some], torch.cat([window[near], compressed]), visible, self.weights.sinks)
-            rounded = how.output(
-                attend(q_rounded[some], torch.cat([window_rounded[near], compressed_rounded]), visible, self.weights.sinks)
-            )
-            self.verdict.add(result[some] - truth, rounded - truth)
+            query = rotate(normalise(q[some].cpu().double()), position[some], self.ratio)
+            truth = attend(query, torch.cat([window[near], compressed]), visible, self.weights.sinks)
+            rows_rounded = torch.cat([window_rounded[near], compressed_rounded])
+            rounded = how.output(attend(how.query(query), rows_rounded, visible, self.weights.sinks))
+            self.verdict.add(result[some].cpu().double() - truth, rounded - truth)
 
     def reject(self, request: int, tokens: int) -> None:
         """Forgets the last `tokens` rows of `request`: speculative tokens that were not accepted."""
