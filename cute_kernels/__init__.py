@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from cute_kernels.layer import StepTables as StepTables
     from cute_kernels.ops import bind as bind
     from cute_kernels.ops import compress_store as compress_store
+    from cute_kernels.ops import convert_indices as convert_indices
     from cute_kernels.ops import decode as decode
+    from cute_kernels.ops import gather_upconvert as gather_upconvert
     from cute_kernels.ops import qkv_insert as qkv_insert
     from cute_kernels.ops import sparse_indices as sparse_indices
     from cute_kernels.save_policy import SavePolicy as SavePolicy
@@ -53,9 +55,11 @@ _HOME = {
     "CombinedIndices": "indices",
     "CompileError": "errors",
     "compress_store": "ops",
+    "convert_indices": "ops",
     "CuteKernelsError": "errors",
     "decode": "ops",
     "freeze": "compile.freeze",
+    "gather_upconvert": "ops",
     "IdSource": "indices",
     "InvalidArgument": "errors",
     "KVPool": "kv_pool",

@@ -27,10 +27,14 @@ EMULATED = {
     "compress_store": "tests/emulator/test_compress_store.py",
     "sparse_indices": "tests/emulator/test_public_api.py",
     "qkv_insert": "tests/emulator/test_qkv_insert.py",
+    "gather_upconvert": "tests/emulator/test_gather.py",
+    "convert_indices": "tests/emulator/test_gather.py",
 }
 ON_SM90 = {
     "compress_store": "tests/gpu/test_compress_store.py",
     "sparse_indices": "tests/gpu/test_sparse_indices.py",
+    "gather_upconvert": "tests/gpu/test_gather.py",
+    "convert_indices": "tests/gpu/test_gather.py",
 }
 
 

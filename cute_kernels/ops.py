@@ -17,6 +17,9 @@ import torch
 from cute_kernels import dispatch, torch_ops, validate
 from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.errors import InvalidArgument
+from cute_kernels.gather_ops import CONVERT_INDICES, GATHER_UPCONVERT
+from cute_kernels.gather_ops import convert_indices as convert_indices
+from cute_kernels.gather_ops import gather_upconvert as gather_upconvert
 from cute_kernels.indices import CombinedIndices, IdSource, Indices, SegmentIndices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, PoolGeometry, format_of
 from cute_kernels.launching import Operation as _Operation
@@ -446,7 +449,7 @@ _QKV_INSERT = _Operation(
     plan=_plan_qkv_insert,
     reference=lambda a, target: reference_call("qkv_insert", a),
 )
-_OPERATIONS = {op.public: op for op in (_COMPRESS_STORE, _SPARSE_INDICES, _QKV_INSERT)}
+_OPERATIONS = {op.public: op for op in (GATHER_UPCONVERT, CONVERT_INDICES, _COMPRESS_STORE, _SPARSE_INDICES, _QKV_INSERT)}
 
 
 # Prepared arguments ----------------------------------------------------------------------------------------------------
@@ -518,6 +521,7 @@ def bind(call: Callable[..., Any], **kept: Any) -> Bound:
     Weights, tables, caches and step buffers that keep their address are checked and converted here; the result takes the
     remaining arguments by name. A tensor bound here must not be reallocated; its contents may change.
     """
-    if call not in (compress_store, sparse_indices, qkv_insert, decode):
-        raise InvalidArgument("call", getattr(call, "__name__", repr(call)), "compress_store, sparse_indices, qkv_insert or decode")
+    known = (compress_store, sparse_indices, qkv_insert, gather_upconvert, convert_indices, decode)
+    if call not in known:
+        raise InvalidArgument("call", getattr(call, "__name__", repr(call)), "one of " + ", ".join(k.__name__ for k in known))
     return Bound(call, kept)

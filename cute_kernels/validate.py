@@ -17,7 +17,19 @@ import torch
 
 from cute_kernels.errors import InvalidArgument, UnsupportedRequest
 from cute_kernels.indices import CombinedIndices, IdSource, SegmentIndices
-from cute_kernels.kv_format import ALIGNMENT, FORMATS, HEAD_DIM, PACKED, ROPE_DIM, WINDOW, KVFormat, PoolGeometry, format_of
+from cute_kernels.kv_format import (
+    ALIGNMENT,
+    FORMATS,
+    HEAD_DIM,
+    PACKED,
+    ROPE_DIM,
+    WINDOW,
+    KVFormat,
+    PoolGeometry,
+    check_pages,
+    format_of,
+    gathered_format,
+)
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.step import StepMetadata
 
@@ -30,6 +42,7 @@ class Layout(enum.Enum):
     DENSE = "contiguous"
     ROWS = "unit stride in the last dimension, rows that do not overlap"
     POOL = "rows back to back within a page, any page stride that holds a page"
+    PAGES = "as POOL, of a cache that is gathered from: pages need not be a whole number of rows apart"
 
 
 @dataclass(frozen=True)
@@ -132,6 +145,9 @@ def _check_tensor(arg: Arg, value: torch.Tensor, sizes: dict[str, int], device: 
             raise InvalidArgument(name, f"shape {list(value.shape)}", _described(arg, sizes))
     if arg.layout is Layout.POOL:
         PoolGeometry.of(value, name)
+    elif arg.layout is Layout.PAGES:
+        gathered_format(value, name)
+        check_pages(value, name)
     elif arg.layout is Layout.DENSE and not value.is_contiguous():
         raise InvalidArgument(name, f"strides {list(value.stride())}", f"{list(_dense_strides(value))}, contiguous")
     elif arg.layout is Layout.ROWS:

@@ -5,7 +5,14 @@ What one layer can ask for is `LayerSpec.specs`.
 
 from __future__ import annotations
 
-from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec
+from cute_kernels.compile.spec import (
+    CompressStoreSpec,
+    ConvertIndicesSpec,
+    GatherUpconvertSpec,
+    KernelSpec,
+    QkvInsertSpec,
+    SparseIndicesSpec,
+)
 from cute_kernels.target import Target
 
 _FORMATS = {"sm100": ("bf16", "fp8"), "sm120": ("fp8_ds_mla",)}
@@ -14,6 +21,7 @@ _SAVES = ((True, "every_row"), (True, "policy"), (False, "none"))
 # (KV format, dtype of q): FP8 q goes with full FP8 rows.
 _INSERTS = {"sm100": (("bf16", "bf16"), ("fp8", "bf16"), ("fp8", "e4m3")), "sm120": (("fp8_ds_mla", "bf16"),)}
 _SOURCES = ("none", "local", "global", "all_groups")
+_GATHERED = ("fp8_inline", "fp8_ds_mla", "fp8")
 
 
 def vector_widths(target: Target) -> tuple[int, ...]:
@@ -33,6 +41,18 @@ def support_matrix(target: Target, *, pdl: bool = True) -> list[KernelSpec]:
             for width in widths
         ),
         *(SparseIndicesSpec(target, width, pdl, source, slots) for source in _SOURCES for slots in (True, False) for width in widths),
+        *(
+            GatherUpconvertSpec(target, width, pdl, kv_format, seq_starts)
+            for kv_format in _GATHERED
+            for seq_starts in (True, False)
+            for width in widths
+        ),
+        *(
+            ConvertIndicesSpec(target, width, pdl, prefill, compact)
+            for prefill in (False, True)
+            for compact in (True, False)
+            for width in widths
+        ),
         *(
             QkvInsertSpec(target, width, pdl, kv_format, q_dtype, apply_q_norm)
             for kv_format, q_dtype in _INSERTS[target.family]

@@ -159,7 +159,57 @@ class QkvInsertSpec(KernelSpec):
         )
 
 
-SPEC_TYPES: dict[str, type[KernelSpec]] = {s.operation: s for s in (CompressStoreSpec, SparseIndicesSpec, QkvInsertSpec)}
+@dataclass(frozen=True)
+class GatherUpconvertSpec(KernelSpec):
+    """kv_format   rows read: "fp8_inline" (V3.2, 656 bytes), "fp8_ds_mla" (V4, packed) or "fp8" (one scale per tensor)
+    seq_starts  requests begin at a position of their own; False: at 0
+
+    `vector_bytes` is the access width to the workspace; 16-byte alignment of the cache is enough for either.
+    """
+
+    kv_format: str = "fp8_inline"
+    seq_starts: bool = True
+
+    operation: ClassVar[str] = "gather_upconvert"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require("kv_format", "fp8_inline", "fp8_ds_mla", "fp8")
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return (
+            *("cache", "out", "block_table", "workspace_starts"),
+            *(("seq_starts",) if self.seq_starts else ()),
+            *(("kv_scale",) if self.kv_format == "fp8" else ()),
+        )
+
+
+@dataclass(frozen=True)
+class ConvertIndicesSpec(KernelSpec):
+    """prefill   some rows point into a dense workspace
+    compact   valid entries first, with counts; False: each stays in its lane
+    """
+
+    prefill: bool = False
+    compact: bool = True
+
+    operation: ClassVar[str] = "convert_indices"
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return (
+            *("ids", "token_to_req", "block_table"),
+            *(("workspace_starts", "prefill_request_id") if self.prefill else ()),
+            "out",
+            *(("counts",) if self.compact else ()),
+            *("pages", "page_rows", "block_stride_rows"),
+        )
+
+
+SPEC_TYPES: dict[str, type[KernelSpec]] = {
+    s.operation: s for s in (CompressStoreSpec, SparseIndicesSpec, QkvInsertSpec, GatherUpconvertSpec, ConvertIndicesSpec)
+}
 
 
 def spec_from_fields(fields: dict[str, Any]) -> KernelSpec:

@@ -13,7 +13,14 @@ import pytest
 from cute_kernels.compile import build, cache
 from cute_kernels.compile.inspect import Instructions, count_instructions, disassemble, pdl_faults
 from cute_kernels.compile.matrix import support_matrix
-from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec
+from cute_kernels.compile.spec import (
+    CompressStoreSpec,
+    ConvertIndicesSpec,
+    GatherUpconvertSpec,
+    KernelSpec,
+    QkvInsertSpec,
+    SparseIndicesSpec,
+)
 from cute_kernels.target import Target, all_targets
 
 FULL = ("sm_100f", "sm_120f")
@@ -33,6 +40,11 @@ SAMPLE = {
     (False, "fp8", "e4m3", True),
     (False, "fp8_ds_mla", "bf16", True),
     (True, "fp8_ds_mla", "bf16", False),
+    (False, "fp8_inline", True),
+    (True, "fp8_ds_mla", False),
+    (False, "fp8", True),
+    (False, False, True),
+    (True, True, False),
 }
 REGISTERS_OF_AN_SM, REGISTER_GRANULE = 65536, 8
 
@@ -42,6 +54,10 @@ def sampled(spec: KernelSpec) -> bool:
         rest: tuple[object, ...] = (spec.ratio, spec.kv_format, spec.save)
     elif isinstance(spec, QkvInsertSpec):
         rest = (spec.kv_format, spec.q_dtype, spec.apply_q_norm)
+    elif isinstance(spec, GatherUpconvertSpec):
+        rest = (spec.kv_format, spec.seq_starts)
+    elif isinstance(spec, ConvertIndicesSpec):
+        rest = (spec.prefill, spec.compact)
     else:
         assert isinstance(spec, SparseIndicesSpec)
         if not spec.slots:
@@ -88,6 +104,10 @@ def test_kernel(spec: KernelSpec) -> None:
         check_compress_store(spec, ptx, found)
     elif isinstance(spec, QkvInsertSpec):
         check_qkv_insert(spec, ptx, found)
+    elif isinstance(spec, GatherUpconvertSpec):
+        check_gather_upconvert(spec, ptx, found)
+    elif isinstance(spec, ConvertIndicesSpec):
+        assert found.widest_load == found.widest_store == spec.vector_bytes, "ids and slots move as wide as their alignment allows"
     else:
         check_sparse_indices(spec, found)
 
@@ -114,6 +134,13 @@ def check_qkv_insert(spec: QkvInsertSpec, ptx: str, found: Instructions) -> None
     assert block_threads(ptx) == 128 and "bar.sync" not in ptx and "barrier" not in ptx, "warps work on their own"
     # Each of the four products of a rotated pair is rounded by itself, or KV rows would differ from the reference.
     assert len(re.findall(r"mul\.rn\.f32", ptx)) >= 2 * spec.vector_bytes // 2
+
+
+def check_gather_upconvert(spec: GatherUpconvertSpec, ptx: str, found: Instructions) -> None:
+    assert found.widest_store == spec.vector_bytes, "the workspace is written in the widest accesses its alignment allows"
+    # A lane's codes are half as wide as what it stores; BF16 values that are copied come 16 bytes at a time.
+    assert found.widest_load == (8 if spec.kv_format == "fp8" and spec.vector_bytes == 16 else 16)
+    assert "e4m3x2" in ptx and "bf16x2" in ptx
 
 
 def check_sparse_indices(spec: SparseIndicesSpec, found: Instructions) -> None:

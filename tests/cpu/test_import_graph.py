@@ -29,7 +29,7 @@ CHAIN = (
 )
 LEVEL = {name: level for level, names in enumerate(CHAIN) for name in names}
 # One module in several files: the calls, what launches them, and the same calls as torch operators.
-SAME = {"torch_ops": "ops", "launching": "ops", "gather_ops": "ops"}
+SAME = {"torch_ops": "ops", "launching": "ops", "gather_ops": "ops", "torch_gather": "ops"}
 # Below the chain: they import none of it.
 GROUND = ("compile", "target", "errors", "env", "save_policy", "indices", "step")
 COMPILER = ("device", "sm100", "sm120")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import torch_ops
-from tests.cpu.test_validate import compress_arguments, index_arguments, insert_arguments
+from cute_kernels import torch_gather, torch_ops
+from tests.cpu.test_validate import compress_arguments, convert_arguments, gather_arguments, index_arguments, insert_arguments
 from tests.support.decode_case import decode_case, pool
 
 
@@ -50,11 +50,23 @@ def operator_calls(monkeypatch):
     i = insert_arguments(kv_cache=pool("bf16", 6, 16, strided=True).clone())
     torch_ops.qkv_insert(*(i[n] for n in list(i)[:6]), 1e-6, 8, True, None, None, torch.bfloat16, None, "auto", None)
     monkeypatch.undo()
+    monkeypatch.setattr(torch_gather.torch, "ops", type("Ops", (), {"cute_kernels": Recorder()})())
+    g = gather_arguments()
+    torch_gather.gather_upconvert(*(g[n] for n in list(g)[:5]), None, None)
+    v = convert_arguments()
+    tensors = (v[n] for n in ("ids", "token_to_req", "block_table", "workspace_starts", "prefill_request_id"))
+    torch_gather.convert_indices(*tensors, 64, 100, None, True, None, None, None)
+    monkeypatch.undo()
     return calls
 
 
+def registered() -> list[str]:
+    """Every operator of the library's namespace."""
+    return [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("cute_kernels::")]
+
+
 def test_opcheck(operator_calls):
-    assert set(operator_calls) == {"compress_store", "sparse_indices", "sparse_indices_out", "qkv_insert", "decode"}
+    assert set(operator_calls) == {name.partition("::")[2] for name in registered()}
     for name, arguments in operator_calls.items():
         operator = getattr(torch.ops.cute_kernels, name).default
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))

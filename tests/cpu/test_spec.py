@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from cute_kernels.compile import cache, fingerprint, matrix
-from cute_kernels.compile.spec import SPEC_TYPES, CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec, spec_from_fields
+from cute_kernels.compile.spec import (
+    SPEC_TYPES,
+    CompressStoreSpec,
+    ConvertIndicesSpec,
+    GatherUpconvertSpec,
+    KernelSpec,
+    QkvInsertSpec,
+    SparseIndicesSpec,
+    spec_from_fields,
+)
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.layer import LayerSpec
 from cute_kernels.save_policy import SavePolicy
@@ -40,6 +49,14 @@ VARIATIONS: dict[type[KernelSpec], tuple[KernelSpec, dict[str, object]]] = {
             "q_dtype": "e4m3",
             "apply_q_norm": False,
         },
+    ),
+    GatherUpconvertSpec: (
+        GatherUpconvertSpec(SM100),
+        {"target": SM120, "vector_bytes": 32, "pdl": False, "kv_format": "fp8", "seq_starts": False},
+    ),
+    ConvertIndicesSpec: (
+        ConvertIndicesSpec(SM100),
+        {"target": SM120, "vector_bytes": 32, "pdl": False, "prefill": True, "compact": False},
     ),
     ScaleSpec: (ScaleSpec(SM100), {"target": SM120, "vector_bytes": 32, "pdl": False, "factor": 3}),
 }
@@ -107,6 +124,7 @@ def test_impossible_specs_are_refused() -> None:
         lambda: SparseIndicesSpec(SM100, source="nowhere"),
         lambda: QkvInsertSpec(SM120, kv_format="bf16"),
         lambda: QkvInsertSpec(SM100, kv_format="bf16", q_dtype="e4m3"),
+        lambda: GatherUpconvertSpec(SM100, kv_format="bf16"),
         lambda: SparseIndicesSpec(SM100, vector_bytes=64),
     ):
         with pytest.raises(InvalidArgument, match="expected"):

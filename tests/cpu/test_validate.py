@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import ops, validate
+from cute_kernels import gather_ops, ops, validate
 from cute_kernels.compile import cache
 from cute_kernels.target import Target
 from tests.support.decode_case import decode_case, pool
+from tests.support.gather import make_convert_case, make_gather_case
 
 Arguments = dict[str, Any]
 
@@ -89,6 +90,22 @@ def insert_arguments(**changes: Any) -> Arguments:
     }
 
 
+def gather_arguments(**changes: Any) -> Arguments:
+    case = make_gather_case([5, 0, 7], kv_format="fp8_inline", page_rows=4)
+    out = torch.zeros(16, 576, dtype=torch.bfloat16)[:12]
+    given = dict(zip(("cache", "out", "block_table", "workspace_starts"), case.args(out), strict=True)) | case.kwargs()
+    return {**given, "target": None, **changes}
+
+
+def convert_arguments(**changes: Any) -> Arguments:
+    case = make_convert_case(6, 3, 16, garbage=0.0, prefill=True)
+    case.workspace_starts = torch.arange(4, dtype=torch.int32)
+    case.prefill_request_id = torch.tensor([-1, 3, 0, -1, -1, 2], dtype=torch.int32)
+    given = dict(zip(("ids", "token_to_req", "block_table"), case.args(), strict=True)) | case.kwargs()
+    out = {"out": torch.zeros(6, 16, dtype=torch.int32), "counts": torch.zeros(6, dtype=torch.int32), "return_counts": True}
+    return {**given, **out, "block_stride_rows": 100, "target": None, **changes}
+
+
 def decode_arguments(**changes: Any) -> Arguments:
     case = decode_case("sm100", "fp8", 5)
     out = torch.zeros(10, 8, 512, dtype=torch.bfloat16)
@@ -100,6 +117,8 @@ CALLS = {
     "compress_store": (ck.compress_store, compress_arguments, validate.COMPRESS_STORE),
     "sparse_indices": (ck.sparse_indices, index_arguments, validate.SPARSE_INDICES),
     "qkv_insert": (ck.qkv_insert, insert_arguments, validate.QKV_INSERT),
+    "gather_upconvert": (ck.gather_upconvert, gather_arguments, gather_ops.GATHER_TENSORS),
+    "convert_indices": (ck.convert_indices, convert_arguments, gather_ops.CONVERT_TENSORS),
     "decode": (ck.decode, decode_arguments, validate.DECODE),
 }
 BAD_NUMBERS = (float("nan"), float("inf"), -1.0, 0.0, True, "1")
@@ -193,6 +212,21 @@ def sweep() -> list[Any]:
     out = insert_arguments()["out"]
     more("qkv_insert", "out", out[:5], out[:, :5], out.bfloat16(), out.to("meta"), [1])
     more("qkv_insert", "backend", None, "triton")
+    more("gather_upconvert", "kv_scale", *BAD_NUMBERS, 2.0)
+    more("gather_upconvert", "out", torch.zeros(12, 512, dtype=torch.bfloat16), torch.zeros(12, 584, dtype=torch.bfloat16)[:, :577])
+    more("gather_upconvert", "workspace_starts", torch.zeros(2, **int32), torch.zeros(5, **int32))
+    more("gather_upconvert", "seq_starts", torch.zeros(2, **int32), torch.zeros(4, **int32))
+    more("gather_upconvert", "target", 3, "sm_80", "sm_90a")
+    more("convert_indices", "token_to_req", torch.zeros(5, **int32), torch.zeros(7, **int32))
+    more("convert_indices", "prefill_request_id", torch.zeros(5, **int32), torch.zeros(7, **int32), None)
+    more("convert_indices", "workspace_starts", None)
+    more("convert_indices", "page_rows", 0, -1, 64.0, None, True)
+    more("convert_indices", "block_stride_rows", 63, 0, "64", True)
+    more("convert_indices", "pages", -1, 2.0, 2**31 // 100 + 1)
+    more("convert_indices", "return_counts", None, 1)
+    more("convert_indices", "return_counts", False, blamed="counts")
+    more("convert_indices", "out", torch.zeros(5, 16, **int32), torch.zeros(6, 12, **int32))
+    more("convert_indices", "counts", torch.zeros(5, **int32))
     more("decode", "step", None, 5)
     more("decode", "indices", None, 5)
     more("decode", "num_heads", 0, 9, 5.0, True)
@@ -261,7 +295,7 @@ def test_wrong_arguments_behind_a_compiled_function(name, change, blamed, monkey
     refuses(lambda: operation.launch(a, target, operation.vectors, target.vector_bytes, {}), a, blamed)
 
 
-@pytest.mark.parametrize("name", ["compress_store", "sparse_indices", "qkv_insert", "decode"])
+@pytest.mark.parametrize("name", list(CALLS))
 def test_the_unchanged_arguments_are_right(name):
     call, make, _ = CALLS[name]
     call(**make())
@@ -315,6 +349,15 @@ VALUES = [
     ("sparse_indices", "ids", lambda v: put(v, (0, 1), 20)),
     ("sparse_indices", "ids", lambda v: put(v, (0, 1), -2)),
     ("sparse_indices", "ids", lambda v: put(v, (1, 0), 1)),
+    ("gather_upconvert", "workspace_starts", lambda v: put(v, 1, 13)),
+    ("gather_upconvert", "workspace_starts", lambda v: put(v, 0, -1)),
+    ("gather_upconvert", "workspace_starts", lambda v: put(v, 2, 4)),
+    ("gather_upconvert", "seq_starts", lambda v: put(v, 0, -1)),
+    ("convert_indices", "token_to_req", lambda v: put(v, 0, 3)),
+    ("convert_indices", "token_to_req", lambda v: put(v, 0, -1)),
+    ("convert_indices", "ids", lambda v: put(v, (0, 1), -2)),
+    ("convert_indices", "ids", lambda v: put(v, (0, 1), 64 * 40)),
+    ("convert_indices", "prefill_request_id", lambda v: put(v, 1, 4)),
     ("qkv_insert", "slots", lambda v: put(v, 0, 96)),
     ("qkv_insert", "positions", lambda v: put(v, 0, 64)),
     ("qkv_insert", "positions", lambda v: put(v, 0, -1)),

@@ -26,6 +26,8 @@ LIBRARIES = Path(__file__).resolve().parents[2] / "build" / "emulated"
 # What each kernel writes; everything else is read-only. The second set must be written before it is read.
 WRITTEN = {
     "compress_store": ({"state", "kv_cache"}, set()),
+    "gather_upconvert": ({"out"}, set()),
+    "convert_indices": ({"out", "counts"}, set()),
     "sparse_indices": (
         {"table", "lengths", "window_table", "window_lengths", "compressed_table", "compressed_lengths"},
         {"table", "lengths", "window_table", "window_lengths", "compressed_table", "compressed_lengths"},

@@ -24,7 +24,7 @@ def _moved(case: Any, device: str) -> Any:
     changes = {}
     for name, value in vars(case).items():
         if isinstance(value, torch.Tensor):
-            flat = torch.empty(0, dtype=value.dtype).set_(value.untyped_storage())
+            flat = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
             changes[name] = flat.to(device).as_strided(value.shape, value.stride(), value.storage_offset())
     return dataclasses.replace(case, **changes)
 

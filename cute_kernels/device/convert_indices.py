@@ -1,0 +1,204 @@
+"""Request-local ids as slots of a paged cache, for both families; optionally the valid ones first, in order, and their number.
+
+A block serves a row: its warps take consecutive shares of a batch of ids, and each id is looked up as in the index tables.
+"""
+
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32
+from cutlass.cute.runtime import make_fake_tensor
+
+from cute_kernels.compile.spec import ConvertIndicesSpec
+from cute_kernels.device.compaction import WARP, count_valid, fill, stage_words, store_compacted, store_ranked
+from cute_kernels.device.memory import STREAM, base_address, extent, in_range, load_vector, store_vector
+from cute_kernels.device.pdl import begin
+from cute_kernels.device.slots import INT32_MAX, Pool, resolve_rows
+
+WARPS = 4  # of a block, all on one row
+BATCH = 2  # vectors of ids that a lane holds at once
+
+
+class Arguments(NamedTuple):
+    """Run-time arguments; None where the kernel has no such argument (`ConvertIndicesSpec.argument_names`)."""
+
+    ids: Any
+    token_to_req: Any
+    block_table: Any
+    out: Any
+    workspace_starts: Any = None
+    prefill_request_id: Any = None
+    counts: Any = None
+    pages: Any = None
+    page_rows: Any = None
+    block_stride_rows: Any = None
+
+
+class Row(NamedTuple):
+    """Where the ids of a row point.
+
+    request   whose pages they lie on
+    limit     ids below it can be looked up, 0 for none; as a Uint32
+    start     row of the workspace that id 0 is, where `dense`
+    """
+
+    request: Int32
+    limit: Int32
+    start: Int32
+    dense: cutlass.Boolean
+
+
+class ConvertIndices:
+    """vector    ids of the widest access: 4 or 8
+    compact   valid entries first, with counts
+    names     of the compiled function's arguments, in order
+    """
+
+    def __init__(self, *, vector: int, compact: bool, names: tuple, pdl: bool) -> None:
+        self.vector, self.compact, self.names, self.pdl = vector, compact, names, pdl
+
+    @cute.jit
+    def __call__(self, *args):
+        mA = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
+        pool = Pool.of(mA.pages, mA.page_rows, mA.block_stride_rows, mA.block_table)
+        tensors = mA._replace(pages=None, page_rows=None, block_stride_rows=None)
+        self.kernel(tensors, pool).launch(grid=[mA.ids.shape[0], 1, 1], block=[WARPS * WARP, 1, 1], stream=args[-1], use_pdl=self.pdl)
+
+    @cute.kernel
+    def kernel(self, mA: Arguments, pool: Pool):
+        thread, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(thread // WARP)
+        lane = thread % WARP
+        words = stage_words(BATCH * self.vector * WARP, self.vector)
+        stages = cute.arch.alloc_smem(Int32, words * WARPS, alignment=4 * self.vector)
+        sStage = cute.make_tensor(stages, cute.make_layout((words, WARPS)))[None, warp]
+        sCounts = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * WARPS), cute.make_layout((WARPS, 2)))
+
+        begin(self.pdl)
+        share = BATCH * self.vector * WARP  # ids of a warp in a batch
+        bits = self.vector.bit_length() - 1
+        gIds, gOut = mA.ids[row, None], mA.out[row, None]
+        columns = Int32(mA.ids.shape[1])
+        whole = columns >> bits << bits
+        ids = cute.make_rmem_tensor(cute.make_layout((self.vector, BATCH)), Int32)
+        entries = cute.make_rmem_tensor(ids.layout, Int32)
+        self.load_ids(gIds, warp * share, whole, lane, ids)
+        state = self.state_of(mA, row, pool)
+        count, buffer = Int32(0), Int32(0)
+        for first in cutlass.range(0, whole, share * WARPS, unroll=1):
+            self.resolve(mA, ids, state, pool, entries)
+            if cutlass.const_expr(self.compact):
+                own = count_valid(entries, lane)
+                if lane == 0:
+                    sCounts[warp, buffer] = own
+                cute.arch.barrier()
+                ahead = count
+                for other in cutlass.range_constexpr(WARPS):
+                    theirs = sCounts[other, buffer]
+                    count = count + theirs
+                    ahead = ahead + Int32(cutlass.select_(warp > other, theirs, Int32(0)))
+                store_compacted(entries, gOut, ahead, lane, sStage)
+                buffer = 1 - buffer
+            else:
+                self.store(gOut, first + warp * share, whole, lane, entries)
+            if first + share * WARPS < whole:
+                self.load_ids(gIds, first + share * WARPS + warp * share, whole, lane, ids)
+        rest = columns - whole
+        if rest > 0:  # ids that fill no whole vector: one a lane, looked up by every warp, stored by the first
+            id_of_lane = cute.make_rmem_tensor(cute.make_layout(1), Int32)
+            entry = cute.make_rmem_tensor(cute.make_layout(1), Int32)
+            id_of_lane[0] = Int32(-1)
+            if lane < rest:
+                id_of_lane[0] = gIds[whole + lane]
+            self.resolve(mA, id_of_lane, state, pool, entry)
+            if cutlass.const_expr(self.compact):
+                count = store_ranked(entry[0], gOut, count, lane, warp == 0)
+            elif (warp == 0) & (lane < rest):
+                gOut[whole + lane] = entry[0]
+        if cutlass.const_expr(self.compact):
+            gWhole = cute.make_tensor(gOut.iterator, cute.make_layout(whole))
+            fill(gWhole, count, thread, WARPS * WARP, self.vector)
+            if (warp == 0) & (lane < rest) & (whole + lane >= count):
+                gOut[whole + lane] = Int32(-1)
+            if thread == 0:
+                mA.counts[row] = count
+
+    @cute.jit
+    def state_of(self, mA: Arguments, row: Int32, pool: Pool) -> Row:
+        """Where the ids of a row point."""
+        request = Int32(mA.token_to_req[row])
+        known = in_range(request, extent(mA.block_table))
+        limit, start, dense = Int32(cutlass.select_(known, pool.capacity, Int32(0))), Int32(0), cutlass.Boolean(False)
+        request = Int32(cutlass.select_(known, request, Int32(0)))
+        if cutlass.const_expr(mA.prefill_request_id is not None):
+            prefill = Int32(mA.prefill_request_id[row])
+            if prefill >= 0:
+                dense = cutlass.Boolean(True)
+                limit = Int32(0)
+                if prefill < extent(mA.workspace_starts):
+                    start = Int32(mA.workspace_starts[prefill])
+                    # Ids below 2^31 - start keep the sum inside int32; all do where start is negative.
+                    limit = Int32(cutlass.min(Int64(INT32_MAX) + 1 - Int64(start), Int64(INT32_MAX) + 1))
+        return Row(request, limit, start, dense)
+
+    @cute.jit
+    def resolve(self, mA: Arguments, ids: cute.Tensor, row: Row, pool: Pool, entries: cute.Tensor):
+        """entries[i] = slot of ids[i], or -1."""
+        if cutlass.const_expr(mA.prefill_request_id is None):
+            resolve_rows(ids, row.limit, mA.block_table[row.request, None], pool, entries)
+        else:
+            if row.dense:
+                for i in cutlass.range_constexpr(cute.size(ids)):
+                    entry = row.start + ids[i]
+                    valid = (Uint32(ids[i]) < Uint32(row.limit)) & (entry >= 0)
+                    entries[i] = Int32(cutlass.select_(valid, entry, Int32(-1)))
+            else:
+                resolve_rows(ids, row.limit, mA.block_table[row.request, None], pool, entries)
+
+    @cute.jit
+    def load_ids(self, gIds: cute.Tensor, begin: Int32, whole: Int32, lane: Int32, ids: cute.Tensor):
+        """This lane's ids of columns begin.. (vector by vector of the warp), -1 past the last whole vector."""
+        ids.fill(-1)
+        gVectors = cute.zipped_divide(gIds, (self.vector,))
+        for chunk in cutlass.range_constexpr(BATCH):
+            index = (begin >> (self.vector.bit_length() - 1)) + chunk * WARP + lane
+            if index < whole >> (self.vector.bit_length() - 1):
+                load_vector(base_address(gVectors[None, index]), ids[None, chunk], STREAM)
+
+    @cute.jit
+    def store(self, gOut: cute.Tensor, begin: Int32, whole: Int32, lane: Int32, entries: cute.Tensor):
+        """The mirror of `load_ids`."""
+        gVectors = cute.zipped_divide(gOut, (self.vector,))
+        for chunk in cutlass.range_constexpr(BATCH):
+            index = (begin >> (self.vector.bit_length() - 1)) + chunk * WARP + lane
+            if index < whole >> (self.vector.bit_length() - 1):
+                store_vector(base_address(gVectors[None, index]), entries[None, chunk])
+
+
+def trace(spec: ConvertIndicesSpec) -> tuple[ConvertIndices, list[Any]]:
+    """The host function of `spec` and fake arguments for `cute.compile`: what the compiled function checks on every call.
+
+    token_to_req, prefill_request_id, counts and the rows of ids and out are as many. Row strides are run-time values.
+    """
+    vector, rows, k = spec.vector_bytes // 4, cute.sym_int(), cute.sym_int()
+
+    def numbers(length: Any) -> Any:
+        return make_fake_tensor(Int32, (length,), stride=(1,), assumed_align=4)
+
+    def table() -> Any:
+        return make_fake_tensor(Int32, (rows, k), stride=(cute.sym_int64(divisibility=vector), 1), assumed_align=4 * vector)
+
+    made = {
+        "ids": table(),
+        "token_to_req": numbers(rows),
+        "block_table": make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4),
+        "workspace_starts": numbers(cute.sym_int()),
+        "prefill_request_id": numbers(rows),
+        "out": table(),
+        "counts": numbers(rows),
+        **dict.fromkeys(("pages", "page_rows", "block_stride_rows"), Int32(1)),
+    }
+    kernel = ConvertIndices(vector=vector, compact=spec.compact, names=spec.argument_names, pdl=spec.pdl)
+    return kernel, [made[name] for name in spec.argument_names]

@@ -1,0 +1,5 @@
+"""`gather_upconvert` for the SM120 family: every format that dense prefill reads; nothing in it depends on the family."""
+
+from cute_kernels.device.gather_upconvert import trace as trace
+
+__all__ = ["trace"]
