@@ -25,7 +25,7 @@ _ROWS = {"bf16": "BF16", "fp8": "E4M3", "fp8_ds_mla": "packed"}
 # PTX on the CPU, and the test that runs its source on an SM90 GPU. A CPU test checks that they exist and call the operation.
 EMULATED = {
     "compress_store": "tests/emulator/test_compress_store.py",
-    "sparse_indices": "tests/emulator/test_public_api.py",
+    "sparse_indices": "tests/emulator/test_sparse_indices.py",
     "qkv_insert": "tests/emulator/test_qkv_insert.py",
     "gather_upconvert": "tests/emulator/test_gather.py",
     "convert_indices": "tests/emulator/test_gather.py",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import dispatch, reference, torch_ops
+from cute_kernels import dispatch, torch_ops
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.step import SPLIT_ROWS, CallPolicy
 from tests.support.decode_case import decode_case, pool
@@ -209,7 +209,7 @@ def test_dense_prefill_and_sparse_decode_equal_all_sparse(ratio: int, family: st
         lengths = [b - a for a, b in zip(first, last, strict=True)]
         out = torch.full((sum(lengths), 512), torch.nan, dtype=torch.bfloat16)
         offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-        reference.gather_upconvert(cache, out, block_table, offsets, seq_starts=torch.tensor(first, dtype=torch.int32))
+        ck.gather_upconvert(cache, out, block_table, offsets, seq_starts=torch.tensor(first, dtype=torch.int32))
         return list(out.split(lengths))
 
     windows = gathered(swa, window_table[step.num_decodes :], starts, ends)
