@@ -232,10 +232,21 @@ def _check_compress_store(a: Mapping[str, Any], target: Target | None) -> None:
 
 
 def _plan_compress_store(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
-    if a["state_slots"].shape[0] == 0:
+    rows = a["state_slots"].shape[0]
+    if rows == 0:
         return None, {}, None
-    cache = a["kv_cache"]
-    given = (a["kv_score"] is not None, a["ape"] is not None, a["seq_lens"] is not None)
+    cache, score, seq_lens, state = a["kv_cache"], a["kv_score"], a["seq_lens"], a["state"]
+    # What no symbol of the compiled function ties to another argument.
+    if (
+        (score is not None and score.shape[0] < rows)
+        or (seq_lens is not None and seq_lens.shape[0] != a["state_block_table"].shape[0])
+        or state.stride(1) < state.shape[2]
+        or state.stride(0) < state.stride(1) * state.shape[1]
+        or 0 in state.shape
+        or 0 in a["state_block_table"].shape
+    ):
+        validate.compress_store(a)
+    given = (score is not None, a["ape"] is not None, seq_lens is not None)
     scalars = (a["ratio"], a["eps"], a["kv_scale"], a["save"])
     width = validate.vector_bytes(vectors, a, widest)
     spec, more = _compress_store_spec(target, width, *scalars, *given, cache.dtype, cache.shape, cache.stride())
@@ -323,7 +334,9 @@ def _plan_sparse_indices(a: Mapping[str, Any], target: Target, vectors: tuple[va
 
 
 def _has_shape(out: Any, combined: bool, rows: int, width: int) -> bool:
-    """Whether tables have the result's form and extents; the compiled function checks the rest."""
+    """Whether tables have the result's form, extents and dense rows; the compiled function checks the rest."""
+    if not all(table is None or table.is_contiguous() for table in vars(out).values()):
+        return False
     if combined:
         return type(out) is CombinedIndices and out.table.shape == (rows, WINDOW + width) and out.lengths.shape == (rows,)
     if type(out) is not SegmentIndices or out.window.shape != (rows, WINDOW) or out.window_lengths.shape != (rows,):

@@ -40,7 +40,7 @@ class Layout(enum.Enum):
     """Which strides an argument may have."""
 
     DENSE = "contiguous"
-    ROWS = "unit stride in the last dimension, rows that do not overlap"
+    ROWS = "unit stride in the last dimension, any stride between rows"
     POOL = "rows back to back within a page, any page stride that holds a page"
     PAGES = "as POOL, of a cache that is gathered from: pages need not be a whole number of rows apart"
 
@@ -51,6 +51,7 @@ class Arg:
 
     shape   per dimension: an exact extent, the name of a size (all uses must agree), ">=NAME", or None (any extent)
     vector  accessed 16 or 32 bytes at a time: address and strides must be multiples of 16 bytes
+    written the call writes it: its rows must not overlap (an input may be an expanded view)
     """
 
     name: str
@@ -59,6 +60,7 @@ class Arg:
     layout: Layout = Layout.DENSE
     vector: bool = False
     optional: bool = False
+    written: bool = False
 
 
 CACHE_DTYPES = tuple(f.dtype for f in FORMATS.values())
@@ -67,7 +69,7 @@ COMPRESS_STORE = (
     Arg("state_slots", (I64,), ("T",)),
     Arg("kv_score", (F32,), (">=T", "2W"), Layout.ROWS, vector=True, optional=True),
     Arg("ape", (F32,), ("ratio", "W"), vector=True, optional=True),
-    Arg("state", (F32,), (None, None, "2W"), Layout.ROWS, vector=True),
+    Arg("state", (F32,), (None, None, "2W"), Layout.ROWS, vector=True, written=True),
     Arg("state_block_table", (I32,), ("R", None), Layout.ROWS),
     Arg("positions", (I64,), (None,)),
     Arg("token_to_req", (I32,), (None,)),
@@ -151,7 +153,7 @@ def _check_tensor(arg: Arg, value: torch.Tensor, sizes: dict[str, int], device: 
     elif arg.layout is Layout.DENSE and not value.is_contiguous():
         raise InvalidArgument(name, f"strides {list(value.stride())}", f"{list(_dense_strides(value))}, contiguous")
     elif arg.layout is Layout.ROWS:
-        _check_rows(name, value)
+        _check_rows(name, value, arg.written)
     if arg.vector and value.numel():
         _require_alignment(name, value)
 
@@ -166,12 +168,14 @@ def _extent_fits(got: int, want: int | str | None, sizes: dict[str, int]) -> boo
     return sizes.setdefault(want, got) == got
 
 
-def _check_rows(name: str, value: torch.Tensor) -> None:
-    """Unit last stride, and every outer stride at least the extent it steps over (dimensions of one entry aside)."""
+def _check_rows(name: str, value: torch.Tensor, written: bool) -> None:
+    """Unit last stride; where written, every outer stride at least the extent it steps over (dimensions of one entry aside)."""
     if value.numel() == 0:
         return
     if value.shape[-1] > 1 and value.stride(-1) != 1:
         raise InvalidArgument(name, f"strides {list(value.stride())}", "a last stride of 1")
+    if not written:
+        return
     span = value.shape[-1]
     for dim in range(value.dim() - 2, -1, -1):
         if value.shape[dim] > 1 and value.stride(dim) < span:

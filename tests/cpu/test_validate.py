@@ -142,7 +142,7 @@ def wrong_tensors(arg: validate.Arg, value: torch.Tensor) -> Iterator[tuple[str,
         yield "stride", doubled.as_strided(value.shape, strides)
     elif arg.layout is validate.Layout.ROWS:
         yield "column-stride", doubled.as_strided(value.shape, (*(2 * s for s in value.contiguous().stride()[:-1]), 2))
-        if value.shape[0] > 1:
+        if arg.written:
             yield "overlap", doubled.as_strided(value.shape, (value.shape[-1] // 2, *value.stride()[1:]))
     else:
         pages, rows, width = value.shape
