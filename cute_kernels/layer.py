@@ -304,7 +304,11 @@ class SparseMLA:
         )
 
     def indices(self, step: StepMetadata, tables: StepTables, ids: torch.Tensor | IdSource | None) -> Indices:
-        """The layer's index tables: per layer where the indexer chose, else once per step for all layers of one geometry."""
+        """The layer's index tables: per layer where the indexer chose, else once per step for all layers of one geometry.
+
+        In a traced graph each layer builds its own, in memory that belongs to the graph: an address read while tracing would be
+        taken for a constant.
+        """
         source, device = self._source(ids), step.positions.device
         chosen = ids if isinstance(ids, torch.Tensor) else None
         combined = dispatch.combined_form(self.target)
@@ -315,7 +319,7 @@ class SparseMLA:
         compressed_table = None if self.spec.ratio == 1 else tables.compressed_block_table
         shape = ("sparse_indices", combined, width)
 
-        def build(buffers: Indices) -> Indices:
+        def build(buffers: Indices | None) -> Indices:
             return sparse_indices(
                 step.positions,
                 step.token_to_req,
@@ -328,13 +332,15 @@ class SparseMLA:
                 ratio=self.spec.ratio,
                 width=None if source is IdSource.NONE else width,
                 slots=tables.window_slots,
-                out=first_rows(buffers, step.num_tokens),
+                out=None if buffers is None else first_rows(buffers, step.num_tokens),
                 target=self.target,
             )
 
         def new_buffers() -> Indices:
             return new_tables(step.max_tokens, width, combined, device)
 
+        if torch.compiler.is_compiling():
+            return build(None)
         if chosen is not None:
             return build(step.keep((*shape, "per layer"), new_buffers))
         read = (tables.window_block_table, tables.window_slots, compressed_table)

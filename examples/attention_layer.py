@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -255,8 +256,6 @@ def state_width(ratio: int) -> int:
     return {1: 0, 4: 1024, 128: 512}[ratio]
 
 
-# An operator of its own, as an engine's indexer is: a tracer sees one call where what is chosen depends on data.
-@torch.library.custom_op("cute_kernels_example::choose_groups", mutates_args={"keys"})
 def choose_groups(
     queries: Tensor,
     weights: Tensor,
@@ -293,8 +292,18 @@ def choose_groups(
     return ids
 
 
-@choose_groups.register_fake
-def _(queries: Tensor, *others: object) -> Tensor:
+# An operator of its own, as an engine's indexer is: torch.compile sees one call, though what is chosen depends on data.
+OPERATORS = torch.library.Library("cute_kernels_example", "DEF")
+OPERATORS.define(
+    "choose_groups(Tensor queries, Tensor weights, Tensor new_keys, Tensor(a!) keys, Tensor kv_slots, Tensor compressed_block_table, "
+    "Tensor positions, Tensor query_start_loc_cpu, int topk) -> Tensor"
+)
+for _key in ("CPU", "CUDA"):
+    OPERATORS.impl("choose_groups", choose_groups, _key)
+
+
+@torch.library.register_fake("cute_kernels_example::choose_groups", lib=OPERATORS)
+def _(queries: Tensor, *others: Any) -> Tensor:
     return queries.new_empty((queries.shape[0], others[-1]), dtype=torch.int32)
 
 
@@ -313,7 +322,8 @@ class Indexer(nn.Module):
         step, tables = batch.step, batch.tables[4]
         queries = self.query(q_latent).unflatten(-1, (self.heads, -1))
         where = (tables.kv_slots, tables.compressed_block_table, step.positions, step.query_start_loc_cpu)
-        return choose_groups(queries, self.head_weight(hidden).float(), self.key(hidden), keys, *where, self.topk)
+        choose = torch.ops.cute_kernels_example.choose_groups
+        return choose(queries, self.head_weight(hidden).float(), self.key(hidden), keys, *where, self.topk)
 
 
 class DeepseekV4Attention(nn.Module):
