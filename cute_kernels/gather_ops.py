@@ -98,7 +98,7 @@ def convert_indices(
 
 GATHER_TENSORS = (
     Arg("cache", tuple({f.dtype: None for f in GATHERED.values()}), (None, None, None), Layout.PAGES, vector=True),
-    Arg("out", (validate.BF,), (None, None), Layout.ROWS, vector=True),
+    Arg("out", (validate.BF,), (None, None), Layout.ROWS, vector=True, written=True),
     Arg("block_table", (validate.I32,), ("R", None), Layout.ROWS),
     Arg("workspace_starts", (validate.I32,), (None,)),
     Arg("seq_starts", (validate.I32,), ("R",), optional=True),
@@ -126,6 +126,8 @@ def _plan_gather(a: Mapping[str, Any], target: Target, vectors: tuple[Arg, ...],
     if out.shape[0] == 0 or requests == 0:
         return None, {}, out
     _check_starts(a["workspace_starts"], requests)
+    if out.stride(0) < out.shape[1]:  # no symbol of the compiled function ties the two
+        _check_gather(a, target)
     width = validate.vector_bytes(vectors, a, widest)
     spec, scale = _gather_spec(target, width, a["seq_starts"] is not None, a["kv_scale"], cache.dtype, cache.shape, cache.stride())
     return spec, {**a, "kv_scale": scale}, out
@@ -180,7 +182,7 @@ CONVERT_TENSORS = (
     Arg("block_table", (validate.I32,), (None, None), Layout.ROWS),
     Arg("workspace_starts", (validate.I32,), (None,), optional=True),
     Arg("prefill_request_id", (validate.I32,), (None,), optional=True),
-    Arg("out", (validate.I32,), ("N", "k"), Layout.ROWS, vector=True, optional=True),
+    Arg("out", (validate.I32,), ("N", "k"), Layout.ROWS, vector=True, optional=True, written=True),
     Arg("counts", (validate.I32,), ("N",), optional=True),
 )
 
@@ -227,6 +229,8 @@ def _plan_convert(a: Mapping[str, Any], target: Target, vectors: tuple[Arg, ...]
     sizes = _convert_sizes(a["page_rows"], a["block_stride_rows"], a["pages"])
     if out is None:
         out = torch.empty((rows, -(-k // 8) * 8), dtype=torch.int32, device=ids.device)[:, :k]
+    elif out.stride(0) < k:
+        _check_convert(a, target)
     if compact and counts is None:
         counts = torch.empty(rows, dtype=torch.int32, device=ids.device)
     result = (out, counts) if compact else out
