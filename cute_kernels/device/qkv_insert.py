@@ -1,7 +1,7 @@
 """The insert kernel of both families: q heads normalised, rotated and padded, this step's KV rows rotated and stored in the window cache.
 
 One warp serves a row of 512 values: one access of 16 or 32 bytes per lane and piece. A token's rows are dealt out in units, one
-warp each: first its KV row, then its q heads, one each or `BATCH` together. What differs between formats is handed in as values:
+warp each: first its KV row, then its q heads, one each or a few together. What differs between formats is handed in as values:
 two row writers.
 """
 
@@ -19,12 +19,12 @@ from cute_kernels.kv_format import FORMATS, HEAD_DIM, NOPE_DIM, ROPE_DIM
 
 WARP = 32
 WARPS = 4  # of a block
-# Heads whose loads a warp has in flight together; and up to how many heads of a step in all each warp takes one instead, so that a
-# short step spreads over the GPU.
-BATCH = 2
+# By the columns of an access: heads whose loads a warp has in flight together, and blocks that should fit on an SM at once, which
+# bounds the registers to 56 and 96.
+BATCH = {8: 2, 16: 4}
+RESIDENT = {8: 9, 16: 5}
+# Up to how many heads of a step in all each warp takes one, so that a short step spreads over the GPU.
 FEW_HEADS = 4096
-# Blocks that should fit on an SM at once, by the columns of an access: bounds the registers to 56 and, where a lane rotates 8 pairs, 64.
-RESIDENT = {8: 9, 16: 8}
 
 
 class Arguments(NamedTuple):
@@ -60,12 +60,16 @@ class InsertKernel:
         """Accesses of a lane to a row; the rotated columns lie in the last."""
         return HEAD_DIM // WARP // self.columns
 
+    @property
+    def batch(self) -> int:
+        return BATCH[self.columns]
+
     @cute.jit
     def __call__(self, *args):
         arguments = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
         tokens, heads = memory.extent(arguments.q), Int32(arguments.out.shape[1])
         many = Int32(tokens * heads > FEW_HEADS)
-        share = many * (BATCH - 1) + 1
+        share = many * (self.batch - 1) + 1
         units = (heads + share - 1) // share + 1
         self.kernel(arguments, share, units, Divisor.of(units)).launch(
             grid=[(tokens * units + WARPS - 1) // WARPS, 1, 1],
@@ -96,8 +100,8 @@ class InsertKernel:
     def insert_q(self, mA: Arguments, token: Int32, first: Int32, share: Int32, lane: Int32):
         """Heads first .. first + share - 1 of a token, as far as there are so many, padded ones included."""
         heads, padded = Int32(mA.q.shape[1]), Int32(mA.out.shape[1])
-        if (share == BATCH) & (first + BATCH <= heads):
-            self.heads(mA, token, first, lane, BATCH)
+        if (share == self.batch) & (first + self.batch <= heads):
+            self.heads(mA, token, first, lane, self.batch)
         else:
             for head in cutlass.range(first, cutlass.min(first + share, padded), unroll=1):
                 if head < heads:
@@ -111,21 +115,25 @@ class InsertKernel:
         loaded = cute.make_rmem_tensor(cute.make_layout((HEAD_DIM // WARP, count)), BFloat16)
         for b in cutlass.range_constexpr(count):
             self.load_row(self.head_address(mA.q, token, first) + b * memory.byte_stride(mA.q, 1), lane, loaded[None, b])
-        issue_loads()
+        in_order()
         position = Int64(mA.positions[token])
         target = self.head_address(mA.out, token, first)
         rotated = memory.in_range(position, memory.extent(mA.cos_sin))
         rotation = self.load_rotation(mA, cutlass.select_(rotated, position, Int64(0)), lane)
         if rotated:
             for b in cutlass.range_constexpr(count):
-                values = convert.to_fp32(loaded[None, b])
+                values = widen(loaded[None, b])
                 if cutlass.const_expr(mA.eps is not None):
                     total = cute.arch.warp_reduction_sum(norm_rope.square_sum(values))
                     factor = norm_rope.rms_factor(total, mA.eps)
-                    for i in cutlass.range_constexpr(cute.size(values)):
-                        values[i] = values[i] * factor
-                self.rotate(values, rotation, lane)
+                    if cutlass.const_expr(mA.inverse_q_scale is not None):
+                        factor = factor * mA.inverse_q_scale  # of a normalised head nothing overflows: scaled along with it
+                    scale(values, factor)
+                self.rotate_fused(values, rotation, lane)
+                if cutlass.const_expr(mA.eps is None and mA.inverse_q_scale is not None):
+                    scale(values, mA.inverse_q_scale)
                 self.store_head(mA, target + b * memory.byte_stride(mA.out, 1), lane, values)
+                in_order()  # heads one after the other, or their values would not fit the registers
         else:
             self.store_zeros(mA, target, lane, count)
 
@@ -153,7 +161,7 @@ class InsertKernel:
         """The KV row of a token; nothing where it has no slot in the pool, or its position no rotation."""
         loaded = cute.make_rmem_tensor(cute.make_layout(HEAD_DIM // WARP), BFloat16)
         self.load_row(memory.base_address(mA.kv) + Int64(token) * memory.byte_stride(mA.kv, 0), lane, loaded)
-        issue_loads()
+        in_order()
         position, slot = Int64(mA.positions[token]), Int64(-1)
         if token < memory.extent(mA.slots):
             slot = Int64(mA.slots[token])
@@ -161,8 +169,9 @@ class InsertKernel:
         rotated = memory.in_range(position, memory.extent(mA.cos_sin))
         rotation = self.load_rotation(mA, cutlass.select_(rotated, position, Int64(0)), lane)
         if rotated & memory.in_range(slot, capacity):
-            values = convert.to_fp32(loaded)
-            self.rotate(values, rotation, lane)
+            values = widen(loaded)
+            rotated_piece = self.column(self.pieces - 1, lane) >= NOPE_DIM
+            norm_rope.rotate(self.piece(values, self.pieces - 1), rotated_piece, rotation)
             for p in cutlass.range_constexpr(self.pieces):
                 self.kv_writer(mA).write(mA.kv_cache, Uint32(slot), self.column(p, lane), self.piece(values, p), lane)
 
@@ -186,18 +195,42 @@ class InsertKernel:
         row = memory.base_address(mA.cos_sin) + position * memory.byte_stride(mA.cos_sin, 0) + Int64(first) * 2
         memory.load_vector(row, rotation[None, 0])
         memory.load_vector(row + ROPE_DIM * 2, rotation[None, 1])
-        issue_loads()
+        in_order()
         return rotation
 
-    def rotate(self, values: cute.Tensor, rotation: cute.Tensor, lane: Int32) -> None:
-        """Rotate the columns from 448 on."""
-        rotated = self.column(self.pieces - 1, lane) >= NOPE_DIM
-        norm_rope.rotate(self.piece(values, self.pieces - 1), rotated, rotation)
+    @cute.jit
+    def rotate_fused(self, values: cute.Tensor, rotation: cute.Tensor, lane: Int32):
+        """`norm_rope.rotate` of the columns from 448 on with one rounding less: q is judged by its error, not by its bits."""
+        pairs = cutlass.const_expr(self.columns // 2)
+        if self.column(self.pieces - 1, lane) >= NOPE_DIM:
+            last = self.piece(values, self.pieces - 1)
+            for j in cutlass.range_constexpr(pairs):
+                a, b, c, s = last[2 * j], last[2 * j + 1], rotation[j], rotation[pairs + j]
+                last[2 * j] = cute.math.fma(a, c, -(b * s))
+                last[2 * j + 1] = cute.math.fma(a, s, b * c)
 
 
-def issue_loads() -> None:
-    """Keeps loads above and below in this order. A row's values come first: of a load issued before them, ptxas gives the registers to
-    one of theirs, which then waits for it."""
+def widen(values: cute.Tensor) -> cute.Tensor:
+    """bf16 -> fp32, exact, in one instruction a value; the conversion takes two for every second one."""
+    pairs = cute.recast_tensor(values, Int32)
+    wide = convert.like(values, Float32)
+    for i in range(cute.size(pairs)):
+        wide[2 * i] = convert.float_of(pairs[i] << 16)
+        wide[2 * i + 1] = convert.float_of(pairs[i] & -65536)
+    return wide
+
+
+def scale(values: cute.Tensor, factor: Float32) -> None:
+    """Multiply a fragment by a factor."""
+    for i in range(cute.size(values)):
+        values[i] = values[i] * factor
+
+
+def in_order() -> None:
+    """Keeps loads and stores above and below in this order.
+
+    A row's values come before the position: ptxas would give the registers of a load issued earlier to one of theirs, which then waits.
+    """
     cute.arch.sync_warp()
 
 

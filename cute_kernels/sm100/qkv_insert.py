@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from cutlass import Float32
+
 from cute_kernels.compile.spec import QkvInsertSpec
 from cute_kernels.device.qkv_insert import Arguments, InsertKernel, fake_arguments
 from cute_kernels.device.row_writers import Bf16Row, Fp8Row
@@ -12,7 +14,8 @@ def bf16_writer(arguments: Arguments) -> Bf16Row:
 
 
 def fp8_q_writer(arguments: Arguments) -> Fp8Row:
-    return Fp8Row(arguments.inverse_q_scale, via_bf16=False)
+    """Values come scaled."""
+    return Fp8Row(Float32(1.0), via_bf16=False)
 
 
 def fp8_kv_writer(arguments: Arguments) -> Fp8Row:
