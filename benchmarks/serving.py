@@ -173,4 +173,45 @@ def index_bytes(rows: int, k: int) -> int:
     return rows * (4 * k + 4 * (128 + k) + 4 + 12)
 
 
-__all__ = ["BF16", "compress_arguments", "compress_bytes", "decode", "index_arguments", "index_bytes", "make_step", "prefill"]
+def insert_arguments(
+    requests: tuple[tuple[int, int], ...], *, heads: int, kv_format: str, q_dtype: torch.dtype = torch.bfloat16
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of `qkv_insert` with as many padded heads as real ones, into the caller's buffer."""
+    step = make_step(requests)
+    table, pages = _tables(step, [s // WINDOW_PAGE for s, _ in requests], [(s + n - 1) // WINDOW_PAGE for s, n in requests], WINDOW_PAGE)
+    fmt = FORMATS[kv_format]
+    stride = -(-WINDOW_PAGE * fmt.row_bytes // 576) * 576 if fmt.packed else WINDOW_PAGE * fmt.row_elements
+    cache = torch.empty(pages * stride, dtype=fmt.dtype, device="cuda").as_strided(
+        (pages, WINDOW_PAGE, fmt.row_elements), (stride, fmt.row_elements, 1)
+    )
+    args = (
+        torch.randn(step.rows, heads, 512, device="cuda", dtype=torch.bfloat16),
+        torch.randn(step.rows, 512, device="cuda", dtype=torch.bfloat16),
+        cache,
+        _slots(step, table, step.positions, WINDOW_PAGE),
+        step.positions,
+        torch.randn(COS_ROWS, 64, device="cuda"),
+    )
+    scales = {"kv_scale": 0.5} if fmt.scaled else {}
+    scales |= {"q_scale": 0.5} if q_dtype is not torch.bfloat16 else {}
+    out = torch.empty(step.rows, heads, 512, dtype=q_dtype, device="cuda")
+    return args, {"eps": 1e-6, "q_dtype": q_dtype, "out": out, **scales}
+
+
+def insert_bytes(rows: int, *, heads: int, kv_format: str, q_bytes: int = 2) -> int:
+    """q and KV rows read, q and cache rows written, slot, position and rotation of each row."""
+    return rows * (heads * 512 * (2 + q_bytes) + 1024 + FORMATS[kv_format].row_bytes + 16 + 256)
+
+
+__all__ = [
+    "BF16",
+    "compress_arguments",
+    "compress_bytes",
+    "decode",
+    "index_arguments",
+    "index_bytes",
+    "insert_arguments",
+    "insert_bytes",
+    "make_step",
+    "prefill",
+]
