@@ -497,13 +497,13 @@ def _geometry(name: str, value: Any) -> None:
 # Value checks: they read the tensors, so they synchronise --------------------------------------------------------------
 
 
-def _span(name: str, values: torch.Tensor, where: torch.Tensor, low: int, high: int | torch.Tensor) -> None:
+def _span(name: str, values: torch.Tensor, where: torch.Tensor, low: int | torch.Tensor, high: int | torch.Tensor) -> None:
     """Refuses the first of `values[where]` outside [low, high)."""
     bad = where & ((values < low) | (values >= high))
     if bool(bad.any()):
-        at = [int(i) for i in bad.nonzero()[0]]
-        limit = high if isinstance(high, int) else int(high.expand_as(values)[tuple(at)])
-        raise InvalidArgument(name, f"{int(values[tuple(at)])} at {at}", f"a value in [{low}, {limit})")
+        at = tuple(int(i) for i in bad.nonzero()[0])
+        least, limit = (bound if isinstance(bound, int) else int(bound.expand_as(values)[at]) for bound in (low, high))
+        raise InvalidArgument(name, f"{int(values[at])} at {list(at)}", f"a value in [{least}, {limit})")
 
 
 def compress_store_values(a: Mapping[str, Any]) -> None:
