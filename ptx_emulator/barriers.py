@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class NamedBarriers:
         self.expected = np.zeros((machine.block_count, IDS), np.int64)  # 0: every thread that has not left
         self.open = np.zeros((machine.block_count, IDS), bool)
         self.came = np.zeros((IDS, machine.block_count * machine.warps_per_block), bool)
-        self.waiting: dict[int, list[tuple[Fragment, object]]] = {}
+        self.waiting: dict[int, list[tuple[Fragment, Any]]] = {}
 
     def fragments(self) -> list[Fragment]:
         return [f for parts in self.waiting.values() for f, _ in parts]
@@ -42,7 +42,7 @@ class NamedBarriers:
         ready = f.take(np.flatnonzero(lanes), live, f.pc) if lanes.any() else None
         return ready, f.take(np.flatnonzero(~lanes), live, f.pc)
 
-    def arrive(self, f: Fragment, number: int, count: int, wait: bool, note: object = None) -> None:
+    def arrive(self, f: Fragment, number: int, count: int, wait: bool, note: Any = None) -> None:
         """Whole warps arrive at barrier `number`, `count` threads expected (0: all)."""
         machine = self.machine
         warps, first, _ = machine.warps(f)
@@ -63,7 +63,7 @@ class NamedBarriers:
         self.came[number, warps] = True
         self.open[here, number] = True
         self.expected[here, number] = count
-        np.add.at(self.arrived, (blocks, number), 32)
+        np.add.at(self.arrived[:, number], blocks, 32)
         over = (count > 0) & (self.arrived[here, number] > count)
         if np.any(over):
             position = int(np.flatnonzero(f.blocks == here[over][0])[0])
@@ -97,8 +97,8 @@ class NamedBarriers:
         came[done] = False
         self.arrived[done, number] = 0
         self.open[done, number] = False
-        released: list[tuple[Fragment, object]] = []
-        kept: list[tuple[Fragment, object]] = []
+        released: list[tuple[Fragment, Any]] = []
+        kept: list[tuple[Fragment, Any]] = []
         for f, note in self.waiting.pop(number, []):
             mask = done[f.blocks]
             live = machine.program.blocks[f.pc].live_in
@@ -119,16 +119,16 @@ class NamedBarriers:
             machine.enqueue(f)
 
 
-def _reduce(machine: Machine, parts: list[tuple[Fragment, object]]) -> None:
+def _reduce(machine: Machine, parts: list[tuple[Fragment, Any]]) -> None:
     """`barrier.red`: every waiting thread gets the reduction over its block's predicates."""
     total = np.zeros(machine.block_count, np.int64)
     count = np.zeros(machine.block_count, np.int64)
     for f, note in parts:
-        _, _, predicate = note  # type: ignore[misc]
+        _, _, predicate = note
         np.add.at(total, f.blocks, f.full(predicate).astype(np.int64))
         np.add.at(count, f.blocks, 1)
     for f, note in parts:
-        operation, destination, _ = note  # type: ignore[misc]
+        operation, destination, _ = note
         mine = total[f.blocks]
         if operation == "popc":
             f.regs[destination] = mine.astype(np.uint32)

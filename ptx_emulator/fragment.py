@@ -7,7 +7,7 @@ lanes agree, an array of length one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class Fragment:
 
     __slots__ = ("_blocks", "_whole", "lanes", "machine", "pc", "regs")
 
-    def __init__(self, pc: int, lanes: np.ndarray, regs: list, machine: Machine) -> None:
+    def __init__(self, pc: int, lanes: np.ndarray, regs: list[Any], machine: Machine) -> None:
         self.pc, self.lanes, self.regs, self.machine = pc, lanes, regs, machine
         self._blocks: np.ndarray | None = None
         self._whole: bool | None = None

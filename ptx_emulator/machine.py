@@ -19,7 +19,7 @@ from ptx_emulator.instructions.copies import CopyGroups
 from ptx_emulator.mbarriers import MBarriers
 from ptx_emulator.memory import AccessFault, Memory
 from ptx_emulator.parser import Instruction
-from ptx_emulator.program import WAITED, Program
+from ptx_emulator.program import WAITED, Block, Program
 from ptx_emulator.races import RaceChecker
 from ptx_emulator.shared import LocalMemory, SharedMemory
 from ptx_emulator.specials import special_value
@@ -164,7 +164,7 @@ class Machine:
             self._next(blocks)
         self._finish()
 
-    def _next(self, blocks) -> None:
+    def _next(self, blocks: list[Block]) -> None:
         pc = heapq.heappop(self.heap)
         parts = self.ready.pop(pc) + self.parked.pop(pc, [])
         f = parts[0] if len(parts) == 1 else merge(parts, blocks[pc].live_in)
@@ -180,7 +180,7 @@ class Machine:
         for f in waiting:
             self.enqueue(f)
 
-    def _run_block(self, f: Fragment, block) -> None:
+    def _run_block(self, f: Fragment, block: Block) -> None:
         index = block.index
         self.counters.runs[index] += 1
         self.counters.lanes[index] += f.n
@@ -202,32 +202,33 @@ class Machine:
             if block.trap:
                 raise self.fault("trap", "the kernel stopped itself", f, 0, block.instructions[-1])
             self.exit(f)
-        elif block.table:
-            self._branch_table(f, block)
         elif block.condition is None:
             f.pc = block.target if block.target is not None else index + 1
             self.enqueue(f)
+        elif block.table:
+            self._branch_table(f, block, block.condition)
         else:
-            self._branch(f, block)
+            assert block.target is not None  # every condition belongs to a branch
+            self._branch(f, block, block.condition, block.target)
 
-    def _branch(self, f: Fragment, block) -> None:
+    def _branch(self, f: Fragment, block: Block, condition: int, target: int) -> None:
         blocks = self.program.blocks
-        taken = f.regs[block.condition]
+        taken = f.regs[condition]
         if block.negated:
             taken = ~taken
         after = block.index + 1
         if taken.all():
-            f.pc = block.target
+            f.pc = target
             self.enqueue(f)
         elif not taken.any():
             f.pc = after
             self.enqueue(f)
         else:
-            self.enqueue(f.take(np.flatnonzero(taken), blocks[block.target].live_in, block.target))
+            self.enqueue(f.take(np.flatnonzero(taken), blocks[target].live_in, target))
             self.enqueue(f.take(np.flatnonzero(~taken), blocks[after].live_in, after))
 
-    def _branch_table(self, f: Fragment, block) -> None:
-        which = f.full(block.condition)
+    def _branch_table(self, f: Fragment, block: Block, condition: int) -> None:
+        which = f.full(condition)
         if (which >= len(block.table)).any():
             i = int(np.flatnonzero(which >= len(block.table))[0])
             raise self.fault("out of bounds", f"indexed branch {int(which[i])} of {len(block.table)}", f, i, block.instructions[-1])
@@ -296,6 +297,7 @@ class Machine:
                 count = int((f.blocks == block).sum())
                 where = f"block {self.coordinates(int(block))}: {count} of {self.launch.threads} threads"
                 lines.append(f"{where} wait at line {ins.line} ({ins.text})")
+        assert first is not None  # somebody waits, or there would be no deadlock
         block = int(first[0].blocks[0])
         left = self.launch.threads - int(self.alive.reshape(self.block_count, -1)[block].sum())
         if left:

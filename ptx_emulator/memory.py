@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -113,19 +114,28 @@ class Memory:
         """Map a NumPy array; returns its device address (invented unless given)."""
         return self._add(name, array.ctypes.data, array.itemsize, array.shape, array.strides, address, writable, array, array.dtype)
 
-    def add_tensor(
-        self, name: str, tensor: object, *, address: int | None = None, writable: bool = True, at_own_address: bool = False
-    ) -> int:
+    def add_tensor(self, name: str, tensor: Any, *, address: int | None = None, writable: bool = True, at_own_address: bool = False) -> int:
         """Map a CPU torch tensor, strides respected; returns its device address."""
-        size = tensor.element_size()  # type: ignore[attr-defined]
-        strides = tuple(s * size for s in tensor.stride())  # type: ignore[attr-defined]
-        host = tensor.data_ptr()  # type: ignore[attr-defined]
+        size = tensor.element_size()
+        strides = tuple(s * size for s in tensor.stride())
+        host = tensor.data_ptr()
         if at_own_address:
             address = host
-        shape, dtype = tuple(tensor.shape), tensor.dtype  # type: ignore[attr-defined]
+        shape, dtype = tuple(tensor.shape), tensor.dtype
         return self._add(name, host, size, shape, strides, address, writable, tensor, dtype)
 
-    def _add(self, name, host, itemsize, shape, strides, address, writable, keep, dtype) -> int:
+    def _add(
+        self,
+        name: str,
+        host: int,
+        itemsize: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        address: int | None,
+        writable: bool,
+        keep: object,
+        dtype: object,
+    ) -> int:
         layout, inner = contiguous_part(itemsize, shape, strides)
         buffer = Buffer(name, 0 if address is None else address, host, inner, layout, writable, keep=keep) if address is not None else None
         if buffer is None:
@@ -216,7 +226,9 @@ class Memory:
                 out[index] = v
         return results
 
-    def _check_written(self, buffer, place, index, width, count, address) -> None:
+    def _check_written(
+        self, buffer: Buffer, place: np.ndarray, index: np.ndarray | None, width: int, count: int, address: np.ndarray
+    ) -> None:
         shadow = buffer.shadow_views[width]
         pattern = shadow.dtype.type(int.from_bytes(bytes([UNWRITTEN]) * width, "little"))
         for k in range(count):
@@ -243,7 +255,9 @@ class Memory:
             for k, value in enumerate(values):
                 view[place + k] = value if index is None or value.shape[0] == 1 else value[index]
 
-    def _check_owned(self, buffer, place, index, width, count, address) -> None:
+    def _check_owned(
+        self, buffer: Buffer, place: np.ndarray, index: np.ndarray | None, width: int, count: int, address: np.ndarray
+    ) -> None:
         shadow = buffer.shadow_views[width]
         pattern = shadow.dtype.type(int.from_bytes(bytes([FOREIGN]) * width, "little"))
         clear = shadow.dtype.type(int.from_bytes(bytes([0xFF ^ UNWRITTEN]) * width, "little"))
@@ -264,7 +278,7 @@ def contiguous_part(itemsize: int, shape: Sequence[int], strides: Sequence[int])
         return (), 0
     dims = sorted((s, n) for n, s in zip(shape, strides, strict=True) if n > 1 and s != 0)
     inner = itemsize
-    outer = []
+    outer: list[tuple[int, int]] = []
     for stride, size in dims:
         if stride == inner and not outer:
             inner *= size

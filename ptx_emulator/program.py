@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ Step = Callable[[Fragment], None]
 Collective = Callable[[Fragment], list[Fragment]]
 
 STORAGE = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-NUMPY = {
+NUMPY: dict[str, np.dtype[Any]] = {
     **{f"{k}{b}": np.dtype(f"uint{b}") for k in "ub" for b in (8, 16, 32, 64)},
     **{f"s{b}": np.dtype(f"int{b}") for b in (8, 16, 32, 64)},
     **{"f32": np.dtype("f4"), "f64": np.dtype("f8"), "f16": np.dtype("f2"), "bf16": np.dtype("u2")},
@@ -32,14 +33,15 @@ CONST_BASE = 0x3000_0000_0000_0000  # module-level .const and initialised .globa
 
 WAITED = 0  # slot of the flag "this thread has executed griddepcontrol.wait"
 
-_OPCODES: dict[str, Callable] = {}
-_COLLECTIVES: dict[str, Callable] = {}
+Builder = Callable[..., Any]
+_OPCODES: dict[str, Builder] = {}
+_COLLECTIVES: dict[str, Builder] = {}
 
 
-def opcode(*names: str) -> Callable:
+def opcode(*names: str) -> Callable[[Builder], Builder]:
     """Register the builder of straight-line opcodes: `builder(build, instruction) -> Step`."""
 
-    def register(builder: Callable) -> Callable:
+    def register(builder: Builder) -> Builder:
         for name in names:
             _OPCODES[name] = builder
         return builder
@@ -47,10 +49,10 @@ def opcode(*names: str) -> Callable:
     return register
 
 
-def collective(*names: str) -> Callable:
+def collective(*names: str) -> Callable[[Builder], Builder]:
     """Register the builder of opcodes that wait for other threads: `builder(build, instruction) -> Collective`."""
 
-    def register(builder: Callable) -> Callable:
+    def register(builder: Builder) -> Builder:
         for name in names:
             _COLLECTIVES[name] = builder
         return builder
@@ -283,7 +285,8 @@ class Program:
     def _compile(self, block: Block) -> None:
         build = self.build
         around = block.target == -2
-        kill, use = set(), set()
+        kill: set[int] = set()
+        use: set[int] = set()
 
         def account(guarded: bool) -> None:
             use.update(build.reads - kill)

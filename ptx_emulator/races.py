@@ -89,7 +89,7 @@ class RaceChecker:
 
     # ---- accesses
 
-    def _cells(self, place: np.ndarray, nbytes: int):
+    def _cells(self, place: np.ndarray, nbytes: int) -> list[np.ndarray]:
         start = place // self.granule
         return [start + k for k in range(max(nbytes // self.granule, 1))]
 
@@ -98,7 +98,9 @@ class RaceChecker:
         warps = lanes // 32
         return warps, self.in_cluster(warps), lanes % 32
 
-    def _unordered(self, warps, mine, thread, other_thread, epoch) -> np.ndarray:
+    def _unordered(
+        self, warps: np.ndarray, mine: np.ndarray, thread: np.ndarray, other_thread: np.ndarray, epoch: np.ndarray
+    ) -> np.ndarray:
         other = other_thread >> 5
         known = self.seen[warps, np.maximum(other, 0)]
         limit = np.where(other == mine, self.clock[warps] - 1, known)

@@ -6,14 +6,14 @@ import numpy as np
 
 from ptx_emulator import parser as ptx
 from ptx_emulator.fragment import Fragment
-from ptx_emulator.instructions.forms import Modifiers, elementwise
+from ptx_emulator.instructions.forms import Function, Modifiers, elementwise
 from ptx_emulator.program import Build, Step, opcode
 
 U32, U64 = np.uint32, np.uint64
 _BITS = ("b16", "b32", "b64")
 
 
-def _logic(build: Build, ins: ptx.Instruction, function, logical) -> Step:
+def _logic(build: Build, ins: ptx.Instruction, function: Function, logical: Function) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(3)
@@ -36,22 +36,22 @@ def _logic(build: Build, ins: ptx.Instruction, function, logical) -> Step:
 
 
 @opcode("and")
-def _and(build, ins):
+def _and(build: Build, ins: ptx.Instruction) -> Step:
     return _logic(build, ins, np.bitwise_and, np.logical_and)
 
 
 @opcode("or")
-def _or(build, ins):
+def _or(build: Build, ins: ptx.Instruction) -> Step:
     return _logic(build, ins, np.bitwise_or, np.logical_or)
 
 
 @opcode("xor")
-def _xor(build, ins):
+def _xor(build: Build, ins: ptx.Instruction) -> Step:
     return _logic(build, ins, np.bitwise_xor, np.logical_xor)
 
 
 @opcode("not")
-def _not(build, ins):
+def _not(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(2)
@@ -61,7 +61,7 @@ def _not(build, ins):
 
 
 @opcode("cnot")
-def _cnot(build, ins):
+def _cnot(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(2)
@@ -71,7 +71,7 @@ def _cnot(build, ins):
 
 
 @opcode("shl")
-def _shl(build, ins):
+def _shl(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(3)
@@ -87,7 +87,7 @@ def _shl(build, ins):
 
 
 @opcode("shr")
-def _shr(build, ins):
+def _shr(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(3)
@@ -105,7 +105,7 @@ def _shr(build, ins):
 
 
 @opcode("shf")
-def _shf(build, ins):
+def _shf(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     side, mode, kind = m.take("l", "r"), m.take("clamp", "wrap"), m.type()
     m.finish(4)
@@ -123,7 +123,7 @@ def _shf(build, ins):
 
 
 @opcode("bfe")
-def _bfe(build, ins):
+def _bfe(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(4)
@@ -153,7 +153,7 @@ def _bfe(build, ins):
 
 
 @opcode("bfi")
-def _bfi(build, ins):
+def _bfi(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(5)
@@ -173,7 +173,7 @@ def _bfi(build, ins):
 
 
 @opcode("bmsk")
-def _bmsk(build, ins):
+def _bmsk(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     mode, kind = m.take("clamp", "wrap"), m.type()
     m.finish(3)
@@ -190,7 +190,7 @@ def _bmsk(build, ins):
 
 
 @opcode("szext")
-def _szext(build, ins):
+def _szext(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     mode, kind = m.take("clamp", "wrap"), m.type()
     m.finish(3)
@@ -209,7 +209,7 @@ def _szext(build, ins):
 
 
 @opcode("popc")
-def _popc(build, ins):
+def _popc(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(2)
@@ -229,7 +229,7 @@ def _leading_zeros(a: np.ndarray) -> np.ndarray:
 
 
 @opcode("clz")
-def _clz(build, ins):
+def _clz(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(2)
@@ -239,7 +239,7 @@ def _clz(build, ins):
 
 
 @opcode("bfind")
-def _bfind(build, ins):
+def _bfind(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     shift, kind = m.take("shiftamt"), m.type()
     m.finish(2)
@@ -259,7 +259,7 @@ def _bfind(build, ins):
 
 
 @opcode("brev")
-def _brev(build, ins):
+def _brev(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(2)
@@ -277,7 +277,7 @@ def _brev(build, ins):
 
 
 @opcode("lop3")
-def _lop3(build, ins):
+def _lop3(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     boolean, kind = m.take("or", "and"), m.type()
     if boolean or kind != "b32":
@@ -306,7 +306,7 @@ def _lop3(build, ins):
 
 
 @opcode("prmt")
-def _prmt(build, ins):
+def _prmt(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(4)  # the named modes (.f4e, .rc8, ...) are refused as unknown modifiers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ptx_emulator import parser as ptx
@@ -10,6 +12,9 @@ from ptx_emulator.instructions.forms import Modifiers
 from ptx_emulator.instructions.memory import address_of, check_waited
 from ptx_emulator.memory import AccessFault
 from ptx_emulator.program import NUMPY, Build, Step, opcode
+
+if TYPE_CHECKING:
+    from ptx_emulator.machine import Machine
 
 U64 = np.uint64
 
@@ -79,7 +84,7 @@ def _cp(build: Build, ins: ptx.Instruction) -> Step:
 class CopyGroups:
     """Copies in flight, per thread: not committed yet, or in numbered groups."""
 
-    def __init__(self, machine) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.open: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.committed: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
@@ -112,7 +117,7 @@ class CopyGroups:
         self.committed = rest
 
 
-def put(machine, place: np.ndarray, data: np.ndarray) -> None:
+def put(machine: Machine, place: np.ndarray, data: np.ndarray) -> None:
     """Write rows of bytes into shared memory and mark them written."""
     where = place[:, None] + np.arange(data.shape[1])
     machine.shared.data[where] = data
@@ -189,7 +194,7 @@ def _bulk_load(build: Build, ins: ptx.Instruction) -> Step:
     return run
 
 
-def _read_global(machine, address: int, nbytes: int) -> np.ndarray:
+def _read_global(machine: Machine, address: int, nbytes: int) -> np.ndarray:
     words = machine.memory.load(np.arange(address, address + nbytes, 8, dtype=U64), 8, 1)[0]
     return words.view(np.uint8)
 
@@ -213,7 +218,7 @@ def _bulk_shared(build: Build, ins: ptx.Instruction) -> Step:
     return run
 
 
-def _start_copy(machine, one: Fragment, index: int, target: np.ndarray, bar: np.ndarray, data: np.ndarray) -> None:
+def _start_copy(machine: Machine, one: Fragment, index: int, target: np.ndarray, bar: np.ndarray, data: np.ndarray) -> None:
     """Mark the destination as in flight and queue the arrival of its bytes on the mbarrier."""
     nbytes = data.size
     place = machine.shared.place(one, target, 16)[0]

@@ -11,7 +11,7 @@ import numpy as np
 from ptx_emulator import numerics as num
 from ptx_emulator import parser as ptx
 from ptx_emulator.fragment import Fragment
-from ptx_emulator.instructions.forms import ROUNDINGS, Modifiers, elementwise
+from ptx_emulator.instructions.forms import ROUNDINGS, Function, Modifiers, elementwise
 from ptx_emulator.instructions.integer import add_sub, integer_div, integer_min_max, integer_sign, is_float, mad, mul
 from ptx_emulator.program import Build, Step, opcode
 
@@ -33,7 +33,7 @@ ERRORS = {
 _ABSOLUTE = ("lg2", "sin", "cos")
 
 
-def _arithmetic(m: Modifiers, operation: str, mode: str):
+def _arithmetic(m: Modifiers, operation: str, mode: str) -> Function:
     """float32 arrays → float32 array."""
     if operation == "fma":
         if mode == "rn":
@@ -50,7 +50,7 @@ def _arithmetic(m: Modifiers, operation: str, mode: str):
     raise m.unsupported(f"rounding .{mode}")
 
 
-def _f32(m: Modifiers, operation: str, mode: str, ftz: str, sat: str):
+def _f32(m: Modifiers, operation: str, mode: str, ftz: str, sat: str) -> Function:
     """float32 views → canonical f32 bits, with .ftz and .sat applied."""
     inner = _arithmetic(m, operation, mode)
 
@@ -65,7 +65,7 @@ def _f32(m: Modifiers, operation: str, mode: str, ftz: str, sat: str):
     return run
 
 
-def _packed(function):
+def _packed(function: Function) -> Function:
     """The same on both halves of 64-bit registers."""
 
     def run(*sources: np.ndarray) -> np.ndarray:
@@ -75,7 +75,7 @@ def _packed(function):
     return run
 
 
-def _mixed(kind: str, function):
+def _mixed(kind: str, function: Function) -> Function:
     """float32 arithmetic on operands of which all but the last are bf16 or f16; float32 holds these exactly."""
 
     def run(*sources: np.ndarray) -> np.ndarray:
@@ -85,7 +85,7 @@ def _mixed(kind: str, function):
     return run
 
 
-def _small(kind: str, operation: str, ftz: str, sat: str, relu: str):
+def _small(kind: str, operation: str, ftz: str, sat: str, relu: str) -> Function:
     """bf16 and f16 arithmetic: exact in float64 or rounded to odd there, then rounded once."""
     fmt = _SMALL[kind]
 
@@ -106,7 +106,7 @@ def _small(kind: str, operation: str, ftz: str, sat: str, relu: str):
     return _by_halves(one) if kind.endswith("x2") else one
 
 
-def _by_halves(one):
+def _by_halves(one: Function) -> Function:
     def run(*codes: np.ndarray) -> np.ndarray:
         low = one(*((c & U32(0xFFFF)).astype(U16) for c in codes)).astype(U32)
         high = one(*((c >> U32(16)).astype(U16) for c in codes)).astype(U32)
@@ -197,7 +197,7 @@ def _sign(build: Build, ins: ptx.Instruction) -> Step:
     return elementwise(build, ins, [f"b{width}"], f"b{width}", change)
 
 
-def _extreme(pick_left, keep_nan: str, magnitude: str):
+def _extreme(pick_left: Function, keep_nan: str, magnitude: str) -> Function:
     """minimum or maximum of float views: -0 < +0; NaN loses unless `.NaN`."""
 
     def run(*values: np.ndarray) -> np.ndarray:
@@ -302,7 +302,7 @@ def _exp2(a: np.ndarray) -> np.ndarray:
     return np.exp2(a)
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Function] = {
     "rcp": lambda a: 1.0 / a,
     "sqrt": np.sqrt,
     "rsqrt": lambda a: 1.0 / np.sqrt(a),

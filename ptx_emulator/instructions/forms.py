@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from ptx_emulator.faults import UnsupportedInstruction
 from ptx_emulator.fragment import Fragment
 from ptx_emulator.program import NUMPY, STORAGE, Build, Step
 
+Function = Callable[..., Any]  # arrays to an array
 ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 
@@ -69,7 +71,7 @@ def as_type(value: np.ndarray, kind: str) -> np.ndarray:
     return value.view(dtype)
 
 
-def elementwise(build: Build, ins: ptx.Instruction, kinds: list[str], result: str, function: Callable) -> Step:
+def elementwise(build: Build, ins: ptx.Instruction, kinds: list[str], result: str, function: Function) -> Step:
     """`d = function(a, ...)`: sources read as `kinds`, result an array of `result`'s NumPy type (or its unsigned bits)."""
     d = build.destination(ins.operands[0], result, ins)
     slots = [build.source(o, k, ins) for o, k in zip(ins.operands[1:], kinds, strict=True)]

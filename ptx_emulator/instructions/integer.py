@@ -6,7 +6,7 @@ import numpy as np
 
 from ptx_emulator import parser as ptx
 from ptx_emulator.fragment import Fragment
-from ptx_emulator.instructions.forms import Modifiers, as_type, elementwise
+from ptx_emulator.instructions.forms import Function, Modifiers, as_type, elementwise
 from ptx_emulator.program import NUMPY, Build, Step, opcode
 
 INTEGERS = ("u16", "s16", "u32", "s32", "u64", "s64")
@@ -17,7 +17,7 @@ def is_float(kind: str) -> bool:
     return kind in ("f32", "f64", "f32x2", "f16", "f16x2", "bf16", "bf16x2")
 
 
-def saturated(function):
+def saturated(function: Function) -> Function:
     """`.sat.s32`: the exact result clamped to 32 bits."""
 
     def run(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -27,7 +27,7 @@ def saturated(function):
     return run
 
 
-def add_sub(build: Build, ins: ptx.Instruction, function) -> Step:
+def add_sub(build: Build, ins: ptx.Instruction, function: Function) -> Step:
     m = Modifiers(ins)
     kind, sat = m.type(), m.take("sat")
     if kind not in INTEGERS or (sat and kind != "s32"):
@@ -128,7 +128,7 @@ def _rem(build: Build, ins: ptx.Instruction) -> Step:
     return elementwise(build, ins, [kind, kind], kind, lambda a, b: np.where(b == 0, a, a - _quotient(a, b) * b))
 
 
-def integer_min_max(build: Build, ins: ptx.Instruction, function) -> Step:
+def integer_min_max(build: Build, ins: ptx.Instruction, function: Function) -> Step:
     m = Modifiers(ins)
     relu, kind = m.take("relu"), m.type()
     m.finish(3)
@@ -137,7 +137,7 @@ def integer_min_max(build: Build, ins: ptx.Instruction, function) -> Step:
     return elementwise(build, ins, [kind, kind], kind, (lambda a, b: np.maximum(function(a, b), np.int32(0))) if relu else function)
 
 
-def integer_sign(build: Build, ins: ptx.Instruction, function) -> Step:
+def integer_sign(build: Build, ins: ptx.Instruction, function: Function) -> Step:
     m = Modifiers(ins)
     kind = m.type()
     m.finish(2)
@@ -162,8 +162,8 @@ _ORDERED = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equ
 _UNSIGNED = {"lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal}
 
 
-def _float_compare(name: str):
-    def ordered(function):
+def _float_compare(name: str) -> Function | None:
+    def ordered(function: Function) -> Function:
         # IEEE comparisons of NumPy are false on NaN except for !=.
         return lambda a, b: function(a, b) & ~(np.isnan(a) | np.isnan(b)) if function is np.not_equal else function(a, b)
 
@@ -182,7 +182,7 @@ def _float_compare(name: str):
 COMPARISONS = (*_ORDERED, *_UNSIGNED, "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan")
 
 
-def comparison(m: Modifiers, kind: str, name: str, ftz: str):
+def comparison(m: Modifiers, kind: str, name: str, ftz: str) -> Function:
     """The function (a, b) -> bool of a comparison; refuses what the type does not have."""
     if is_float(kind):
         if kind not in ("f32", "f64"):
@@ -229,7 +229,7 @@ def _setp(build: Build, ins: ptx.Instruction) -> Step:
         else:
             result = function(as_type(x, kind), as_type(y, kind))
         opposite = ~result if q is not None else None
-        if join is not None:
+        if join is not None and c is not None:
             other = ~r[c] if invert else r[c]
             result = join(result, other)
             opposite = join(opposite, other) if opposite is not None else None

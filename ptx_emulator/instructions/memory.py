@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from ptx_emulator import parser as ptx
@@ -29,7 +32,7 @@ _L1 = (
 _L2 = ("L2::64B", "L2::128B", "L2::256B")
 
 
-def address_of(build: Build, ins: ptx.Instruction, operand: ptx.Operand, space: str):
+def address_of(build: Build, ins: ptx.Instruction, operand: ptx.Operand, space: str) -> Callable[[Fragment], np.ndarray]:
     """A function fragment → uint64 addresses (length one where all lanes agree)."""
     if not isinstance(operand, ptx.Address):
         raise UnsupportedInstruction(f"address operand {operand}", ins.line, ins.text)
@@ -74,7 +77,7 @@ class Access:
             build.shared_granule = min(build.shared_granule, self.width)
 
     def elements(self, operand: ptx.Operand) -> list[ptx.Operand]:
-        items = list(operand.items) if isinstance(operand, ptx.Vector) else [operand]
+        items: list[ptx.Operand] = list(operand.items) if isinstance(operand, ptx.Vector) else [operand]
         if len(items) != self.count:
             raise UnsupportedInstruction(f"{self.ins.opcode}: {len(items)} elements", self.ins.line, self.ins.text)
         return items
@@ -90,7 +93,7 @@ def spaces(f: Fragment, address: np.ndarray) -> list[tuple[str, np.ndarray | Non
         space = names.get(found[0], "global")
         return [(space, None, address - offsets.get(space, U64(0)))]
     address = np.broadcast_to(address, (f.n,))
-    parts = []
+    parts: list[tuple[str, np.ndarray | None, np.ndarray]] = []
     for w in found:
         space = names.get(w, "global")
         index = np.flatnonzero(window == w)
@@ -136,10 +139,11 @@ def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int, l
     if len(parts) == 1:
         return load(f, parts[0][0], parts[0][2], width, count, line)
     results = [np.zeros(f.n, f"u{width}") for _ in range(count)]
-    for inner, index, mine in parts:
-        part = f.take(index, [WAITED], f.pc)
+    for inner, some, mine in parts:
+        assert some is not None  # only a single part covers all positions
+        part = f.take(some, [WAITED], f.pc)
         for out, value in zip(results, load(part, inner, mine, width, count, line), strict=True):
-            out[index] = value
+            out[some] = value
     return results
 
 
@@ -168,9 +172,10 @@ def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list
         if len(parts) == 1:
             store(f, parts[0][0], parts[0][2], width, values, line)
             return
-        for inner, index, mine in parts:
-            chosen = [v if v.shape[0] == 1 else v[index] for v in values]
-            store(f.take(index, [WAITED], f.pc), inner, mine, width, chosen, line)
+        for inner, some, mine in parts:
+            assert some is not None
+            chosen = [v if v.shape[0] == 1 else v[some] for v in values]
+            store(f.take(some, [WAITED], f.pc), inner, mine, width, chosen, line)
     else:
         raise AccessFault("write to read-only memory", 0, f"store to {space} memory", space)
 
@@ -258,7 +263,7 @@ def _fence(build: Build, ins: ptx.Instruction) -> Step:
 # ---- atomics
 
 
-def _atomic_operation(m: Modifiers, name: str, kind: str):
+def _atomic_operation(m: Modifiers, name: str, kind: str) -> Callable[[Any, Any, Any], Any]:
     """(old, operand, second operand) → new, as Python-level scalars of the NumPy type."""
     dtype = NUMPY[kind]
     integer = kind[0] in "bus"
@@ -349,6 +354,7 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
         else:
             old = np.empty(f.n, raw)
             for inner, index, mine in parts:
+                assert index is not None
                 old[index] = apply(f.take(index, [WAITED], f.pc), inner, mine, first[index], second[index])
         if d is not None:
             f.regs[d] = old

@@ -19,7 +19,8 @@ U64 = np.uint64
 def _bar(build: Build, ins: ptx.Instruction) -> Collective:
     m = Modifiers(ins)
     if m.take("warp"):
-        m.take("sync") or m.finish(0)
+        if not m.take("sync"):
+            raise m.unsupported()
         return warp_barrier(build, ins, m)
     if m.take("cluster"):
         return _cluster(ins, m)
@@ -171,7 +172,9 @@ def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
     return run
 
 
-def _wait(build: Build, ins: ptx.Instruction, operands: list, space: str, parity: bool, acquire: bool, blocking: bool) -> Collective:
+def _wait(
+    build: Build, ins: ptx.Instruction, operands: list[ptx.Operand], space: str, parity: bool, acquire: bool, blocking: bool
+) -> Collective:
     p = build.destination(operands[0], "pred", ins)
     where = address_of(build, ins, operands[1], "shared" if space else "generic")
     wanted = build.source(operands[2], "u32" if parity else "b64", ins)

@@ -55,10 +55,10 @@ def lane_positions(f: Fragment, lane: np.ndarray, masks: np.ndarray, wanted: np.
 @collective("shfl")
 def _shfl(build: Build, ins: ptx.Instruction) -> Collective:
     m = Modifiers(ins)
-    m.take("sync") or m.finish(0)
+    sync = m.take("sync")
     mode, kind = m.take("up", "down", "bfly", "idx"), m.type()
     m.finish(5)
-    if kind != "b32" or not mode:
+    if not sync or kind != "b32" or not mode:
         raise m.unsupported()
     target, value, lane_operand, clamp, members = ins.operands
     d = build.destination(target.first if isinstance(target, ptx.Pair) else target, "b32", ins)

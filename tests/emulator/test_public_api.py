@@ -47,7 +47,7 @@ def test_demo_with_every_layer_kind_and_format(monkeypatch: pytest.MonkeyPatch) 
     steps = len(demo.schedule(300))
     assert sum(len(launches.calls) for launches in attention) >= 9 * steps
     launched = {name.partition("[")[0] for name in kernels}
-    assert launched == {"compress_store", "sparse_indices"}
+    assert launched == {"compress_store", "sparse_indices", "qkv_insert"}
     families = {"sm100:sm_100a", "sm120:sm_120a"}
     assert {family for name in kernels for family in families if family in name} == families
     assert sum(kernels.values()) > 6 * steps
