@@ -132,11 +132,7 @@ def _flashinfer() -> list[tuple[str, str]]:
     from cute_kernels import flashinfer_backend
 
     capabilities = flashinfer_backend.capabilities()
-    return [(f"flashinfer {name}", str(value)) for name, value in _fields(capabilities).items() if value != ""]
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, dict) else vars(value)
+    return [(f"flashinfer {name}", str(value)) for name, value in vars(capabilities).items() if value != ""]
 
 
 @main.command(name="compile")

@@ -208,15 +208,15 @@ def run(tokens: int, heads: int, layers: int, plant: str | None = None, *, sm90:
                 layer.sinks[heads // 2] = -torch.inf
         hidden = [torch.randn(sum(work.query_lens.values()), config.hidden_size, dtype=torch.bfloat16) for work in steps]
         for fmt in ways:
-            session = Run(fmt, modules, weights, tokens)
+            current = Run(fmt, modules, weights, tokens)
             for number, (work, rows) in enumerate(zip(steps, hidden, strict=True), 1):
-                session.step(
+                current.step(
                     work,
                     rows.to(fmt.device),
                     wrong_page=plant == "wrong-page" and number == len(steps),
                     tick=lambda text: progress.update(task, advance=1, description=text),
                 )
-            outcomes += session.lines.values()
+            outcomes += current.lines.values()
     return sorted(outcomes, key=lambda line: line.ratio)
 
 

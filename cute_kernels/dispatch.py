@@ -249,7 +249,7 @@ def supports(
         if path != "reference":
             flashinfer_backend.load()
         if rope_quant:
-            _require_rope_quant(torch.float8_e4m3fn if fmt.scaled else torch.bfloat16, padded, target, path.partition(" ")[0], where)
+            require_rope_quant(torch.float8_e4m3fn if fmt.scaled else torch.bfloat16, padded, target, path.partition(" ")[0], where)
     except UnsupportedRequest as refusal:
         return Support(reason=str(refusal))
     return Support("", path, fmt.name, padded, "combined" if combined_form(target) else "segments")
@@ -305,7 +305,7 @@ def decode(
     _require_family(indices, format_of(swa_cache, "swa_cache"), resolved)
     use_reference = backend == "reference" or (backend == "auto" and device.type == "cpu")
     if rope_cos_sin is not None:
-        _require_rope_quant(q.dtype, heads, resolved, "reference" if use_reference else "flashinfer", device)
+        require_rope_quant(q.dtype, heads, resolved, "reference" if use_reference else "flashinfer", device)
     if env.VALIDATE.flag():
         validate.decode_values(step, indices)
     if use_reference:
@@ -425,7 +425,8 @@ def _require_family(indices: Indices, fmt: KVFormat, target: Target | None) -> N
         raise InvalidArgument("swa_cache", f"{fmt.name} rows", f"{names} with {type(indices).__name__}")
 
 
-def _require_rope_quant(q_dtype: torch.dtype, heads: int, target: Target | None, path: str, device: object) -> None:
+def require_rope_quant(q_dtype: torch.dtype, heads: int, target: Target | None, path: str, device: object) -> None:
+    """`UnsupportedRequest` unless `path` ("flashinfer" or "reference") has FlashInfer's RopeQuant epilogue for such a call."""
     served = path == "flashinfer" and q_dtype == torch.float8_e4m3fn and heads == 128 and target is not None and target.family == "sm100"
     if not served or not flashinfer_backend.load().capabilities.rope_quant:
         raise UnsupportedRequest(

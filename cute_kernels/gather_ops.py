@@ -14,7 +14,7 @@ from cute_kernels.errors import InvalidArgument
 from cute_kernels.kv_format import GATHERED, HEAD_DIM, INLINE, ROPE_DIM, check_pages, gathered_format
 from cute_kernels.launching import Operation, Plan, reference_call
 from cute_kernels.target import Target
-from cute_kernels.validate import Arg, Layout, _span
+from cute_kernels.validate import Arg, Layout, require_values
 
 
 def gather_upconvert(
@@ -97,7 +97,7 @@ def convert_indices(
 
 
 GATHER_TENSORS = (
-    Arg("cache", tuple({f.dtype: None for f in GATHERED.values()}), (None, None, None), Layout.PAGES, vector=True),
+    Arg("cache", tuple(dict.fromkeys(f.dtype for f in GATHERED.values())), (None, None, None), Layout.PAGES, vector=True),
     Arg("out", (validate.BF,), (None, None), Layout.ROWS, vector=True, written=True),
     Arg("block_table", (validate.I32,), ("R", None), Layout.ROWS),
     Arg("workspace_starts", (validate.I32,), (None,)),
@@ -156,9 +156,9 @@ def _gather_values(a: Mapping[str, Any]) -> None:
     starts = a["workspace_starts"][: a["block_table"].shape[0]]
     low = torch.cat([torch.zeros_like(starts[:1]), starts[:-1]])
     everything = torch.ones_like(starts, dtype=torch.bool)
-    _span("workspace_starts", starts, everything, low, a["out"].shape[0] + 1)
+    require_values("workspace_starts", starts, everything, low, a["out"].shape[0] + 1)
     if a["seq_starts"] is not None:
-        _span("seq_starts", a["seq_starts"], torch.ones_like(a["seq_starts"], dtype=torch.bool), 0, 2**31 - 1)
+        require_values("seq_starts", a["seq_starts"], torch.ones_like(a["seq_starts"], dtype=torch.bool), 0, 2**31 - 1)
 
 
 GATHER_UPCONVERT = Operation(
@@ -252,10 +252,10 @@ def _convert_values(a: Mapping[str, Any]) -> None:
     paged = torch.ones_like(requests, dtype=torch.bool)
     if a["prefill_request_id"] is not None:
         paged = a["prefill_request_id"] < 0
-        _span("prefill_request_id", a["prefill_request_id"], ~paged, 0, a["workspace_starts"].shape[0])
-    _span("token_to_req", requests, paged, 0, table.shape[0])
+        require_values("prefill_request_id", a["prefill_request_id"], ~paged, 0, a["workspace_starts"].shape[0])
+    require_values("token_to_req", requests, paged, 0, table.shape[0])
     limit = min(table.shape[1] * a["page_rows"], 2**31)
-    _span("ids", ids, paged[:, None] & (ids != -1), 0, limit)
+    require_values("ids", ids, paged[:, None] & (ids != -1), 0, limit)
 
 
 CONVERT_INDICES = Operation(

@@ -18,8 +18,10 @@ Plan = tuple[KernelSpec | None, Mapping[str, Any], Any]
 class Operation:
     """One kernel behind a public call.
 
+    public     the call itself, whose signature names the arguments
     anchor     argument whose device decides, and through which TVM-FFI learns torch's current stream
     tensors    what each tensor argument must be
+    vectors    those, outputs included, whose alignment chooses the access width
     check      all checks; value_check: those that read tensors
     plan       (arguments, target, vector-accessed table, widest access) -> Plan; makes the checks that the compiled function cannot
     reference  the same call in plain PyTorch

@@ -33,6 +33,7 @@ EMULATED = {
 ON_SM90 = {
     "compress_store": "tests/gpu/test_compress_store.py",
     "sparse_indices": "tests/gpu/test_sparse_indices.py",
+    "qkv_insert": "tests/gpu/test_qkv_insert.py",
     "gather_upconvert": "tests/gpu/test_gather.py",
     "convert_indices": "tests/gpu/test_gather.py",
 }
@@ -133,8 +134,8 @@ def _refusals() -> dict[str, str]:
         "spans of vision tokens": lambda: _why(dispatch.supports(sm100, vision_spans=True)),
         "FlashInfer's decode on SM90": lambda: _why(dispatch.supports(Target("sm100", "sm_90a"))),
         "any other device": lambda: Target.from_capability((8, 0), "an 8.0 device"),
-        "RopeQuant with BF16 q": lambda: dispatch._require_rope_quant(torch.bfloat16, 128, sm100, "flashinfer", sm100),
-        "RopeQuant on the SM120 family": lambda: dispatch._require_rope_quant(torch.bfloat16, 128, sm120, "flashinfer", sm120),
+        "RopeQuant with BF16 q": lambda: dispatch.require_rope_quant(torch.bfloat16, 128, sm100, "flashinfer", sm100),
+        "RopeQuant on the SM120 family": lambda: dispatch.require_rope_quant(torch.bfloat16, 128, sm120, "flashinfer", sm120),
     }
     return {what: _refusal(ask) for what, ask in asked.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cute_kernels.target import Target
-from cute_kernels.torch_ops import _nothing, _register, _target_name
+from cute_kernels.torch_ops import nothing_made, register, target_name
 
 
 def gather_upconvert(
@@ -18,7 +18,7 @@ def gather_upconvert(
     target: Target | str | None,
 ) -> torch.Tensor:
     """`ops.gather_upconvert` inside a traced function."""
-    torch.ops.cute_kernels.gather_upconvert(cache, out, block_table, workspace_starts, seq_starts, kv_scale, _target_name(target))
+    torch.ops.cute_kernels.gather_upconvert(cache, out, block_table, workspace_starts, seq_starts, kv_scale, target_name(target))
     return out
 
 
@@ -29,11 +29,11 @@ def _gather_upconvert(*arguments: object) -> None:
     ops.gather_upconvert(*tensors, seq_starts=seq_starts, kv_scale=kv_scale, target=target or None)  # type: ignore[arg-type]
 
 
-_register(
+register(
     "gather_upconvert(Tensor cache, Tensor(a!) out, Tensor block_table, Tensor workspace_starts, Tensor? seq_starts, float? kv_scale, "
     "str target) -> ()",
     _gather_upconvert,
-    _nothing,
+    nothing_made,
 )
 
 
@@ -59,7 +59,7 @@ def convert_indices(
         counts = torch.empty_like(token_to_req)
     tensors = (ids, token_to_req, block_table, workspace_starts, prefill_request_id)
     rest = (page_rows, block_stride_rows, pages, return_counts)
-    torch.ops.cute_kernels.convert_indices(*tensors, *rest, out, counts, _target_name(target))
+    torch.ops.cute_kernels.convert_indices(*tensors, *rest, out, counts, target_name(target))
     return out if counts is None else (out, counts)
 
 
@@ -81,9 +81,9 @@ def _convert_indices(*arguments: object) -> None:
     )
 
 
-_register(
+register(
     "convert_indices(Tensor ids, Tensor token_to_req, Tensor block_table, Tensor? workspace_starts, Tensor? prefill_request_id, "
     "SymInt page_rows, SymInt? block_stride_rows, SymInt? pages, bool return_counts, Tensor(a!) out, Tensor(b!)? counts, str target) -> ()",
     _convert_indices,
-    _nothing,
+    nothing_made,
 )

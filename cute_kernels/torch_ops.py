@@ -25,7 +25,8 @@ _LIBRARY = torch.library.Library("cute_kernels", "DEF")
 Tensors = list[torch.Tensor]
 
 
-def _register(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
+def register(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
+    """Defines an operator of the library `cute_kernels`: `run` on CPU and CUDA tensors, `fake` while a graph is traced."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
     for key in ("CPU", "CUDA"):
@@ -33,11 +34,12 @@ def _register(schema: str, run: Callable[..., object], fake: Callable[..., objec
     torch.library.register_fake(f"cute_kernels::{name}", fake, lib=_LIBRARY)
 
 
-def _target_name(target: Target | str | None) -> str:
+def target_name(target: Target | str | None) -> str:
+    """A target as an operator's argument; empty: the tensors' device decides."""
     return "" if target is None else str(target)
 
 
-def _nothing(*arguments: object) -> None:
+def nothing_made(*arguments: object) -> None:
     """The fake of operators that only write into arguments."""
 
 
@@ -66,7 +68,7 @@ def compress_store(
     """`ops.compress_store` inside a traced function."""
     tensors = (kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache)
     policy = (save.every_row, save.rollback, save.prefix_stride)
-    torch.ops.cute_kernels.compress_store(*tensors, ratio, eps, kv_scale, *policy, seq_lens, _target_name(target))
+    torch.ops.cute_kernels.compress_store(*tensors, ratio, eps, kv_scale, *policy, seq_lens, target_name(target))
 
 
 def _compress_store(*arguments: object) -> None:
@@ -78,12 +80,12 @@ def _compress_store(*arguments: object) -> None:
     ops.compress_store(*tensors, **more)  # type: ignore[arg-type]
 
 
-_register(
+register(
     "compress_store(Tensor? kv_score, Tensor? ape, Tensor(a!) state, Tensor state_block_table, Tensor positions, Tensor token_to_req, "
     "Tensor state_slots, Tensor kv_slots, Tensor norm_weight, Tensor cos_sin, Tensor(b!) kv_cache, int ratio, float eps, float? kv_scale, "
     "bool every_row, int rollback, int prefix_stride, Tensor? seq_lens, str target) -> ()",
     _compress_store,
-    _nothing,
+    nothing_made,
 )
 
 
@@ -113,7 +115,7 @@ def sparse_indices(
         [window.pages, window.page_rows, window.span],
         [] if compressed is None else [compressed.pages, compressed.page_rows, compressed.span],
     )
-    rest = (*pools, source.value, ratio, width, slots, num_rows, _target_name(target))
+    rest = (*pools, source.value, ratio, width, slots, num_rows, target_name(target))
     if out is None:
         made = torch.ops.cute_kernels.sparse_indices(*tensors, *rest)
         return CombinedIndices(*made) if combined else SegmentIndices(*made)
@@ -181,8 +183,8 @@ _INDEX_ARGUMENTS = (
     "Tensor positions, Tensor token_to_req, Tensor window_block_table, Tensor? ids, Tensor? compressed_block_table, SymInt[] window, "
     "SymInt[] compressed, str source, int ratio, SymInt? width, Tensor? slots, SymInt? num_rows, str target"
 )
-_register(f"sparse_indices({_INDEX_ARGUMENTS}) -> Tensor[]", lambda *a: _sparse_indices(*a, None), _fake_sparse_indices)
-_register(f"sparse_indices_out({_INDEX_ARGUMENTS}, Tensor(a!)[] out) -> ()", lambda *a: _sparse_indices(*a) and None, _nothing)
+register(f"sparse_indices({_INDEX_ARGUMENTS}) -> Tensor[]", lambda *a: _sparse_indices(*a, None), _fake_sparse_indices)
+register(f"sparse_indices_out({_INDEX_ARGUMENTS}, Tensor(a!)[] out) -> ()", lambda *a: _sparse_indices(*a) and None, nothing_made)
 
 
 # qkv_insert ------------------------------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ def qkv_insert(
     scalars = (eps, padded_heads, apply_q_norm, q_scale, kv_scale, q_dtype)
     # A tensor that is an argument twice would be copied for the one that is written.
     source = None if out is q else q
-    torch.ops.cute_kernels.qkv_insert(source, kv, kv_cache, slots, positions, cos_sin, *scalars, out, backend, _target_name(target))
+    torch.ops.cute_kernels.qkv_insert(source, kv, kv_cache, slots, positions, cos_sin, *scalars, out, backend, target_name(target))
     return out
 
 
@@ -235,12 +237,12 @@ def _qkv_insert(*arguments: object) -> None:
     )
 
 
-_register(
+register(
     "qkv_insert(Tensor? q, Tensor kv, Tensor(a!) kv_cache, Tensor slots, Tensor positions, Tensor cos_sin, float eps, "
     "SymInt? padded_heads, bool apply_q_norm, float? q_scale, float? kv_scale, ScalarType q_dtype, Tensor(b!) out, str backend, "
     "str target) -> ()",
     _qkv_insert,
-    _nothing,
+    nothing_made,
 )
 
 
@@ -283,7 +285,7 @@ def decode(
     heads = q.shape[1] if num_heads is None else num_heads
     torch.ops.cute_kernels.decode(
         *(q, swa_cache, kv_cache, *offsets, counts, tables, combined, heads, sinks, sm_scale, q_scale, kv_scale, out, workspace, counters),
-        *(backend, _target_name(target)),
+        *(backend, target_name(target)),
     )
     return out[:rows, :heads]
 
@@ -313,10 +315,10 @@ def _decode(*arguments: object) -> None:
     )
 
 
-_register(
+register(
     "decode(Tensor q, Tensor swa_cache, Tensor? kv_cache, Tensor query_start_loc, Tensor prefill_query_start_loc, Tensor seq_lens, "
     "Tensor positions, Tensor token_to_req, SymInt[] counts, Tensor[] tables, bool combined, int num_heads, Tensor? sinks, float sm_scale, "
     "float q_scale, float kv_scale, Tensor(a!) out, Tensor(b!)? workspace, Tensor(c!)? counters, str backend, str target) -> ()",
     _decode,
-    _nothing,
+    nothing_made,
 )

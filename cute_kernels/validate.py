@@ -497,7 +497,7 @@ def _geometry(name: str, value: Any) -> None:
 # Value checks: they read the tensors, so they synchronise --------------------------------------------------------------
 
 
-def _span(name: str, values: torch.Tensor, where: torch.Tensor, low: int | torch.Tensor, high: int | torch.Tensor) -> None:
+def require_values(name: str, values: torch.Tensor, where: torch.Tensor, low: int | torch.Tensor, high: int | torch.Tensor) -> None:
     """Refuses the first of `values[where]` outside [low, high)."""
     bad = where & ((values < low) | (values >= high))
     if bool(bad.any()):
@@ -513,12 +513,12 @@ def compress_store_values(a: Mapping[str, Any]) -> None:
     real = slots[:rows] >= 0
     geometry = PoolGeometry.of(a["kv_cache"])
     if a["kv_score"] is not None and a["save"].every_row:  # a row that a policy skips may carry any slot
-        _span("state_slots", slots[:rows], real, 0, state.shape[0] * state.shape[1])
-    _span("positions", a["positions"][:rows], real, 0, a["cos_sin"].shape[0])
-    _span("token_to_req", a["token_to_req"][:rows], real, 0, a["state_block_table"].shape[0])
-    _span("kv_slots", a["kv_slots"][:rows], real & (a["kv_slots"][:rows] != -1), 0, geometry.slots)
+        require_values("state_slots", slots[:rows], real, 0, state.shape[0] * state.shape[1])
+    require_values("positions", a["positions"][:rows], real, 0, a["cos_sin"].shape[0])
+    require_values("token_to_req", a["token_to_req"][:rows], real, 0, a["state_block_table"].shape[0])
+    require_values("kv_slots", a["kv_slots"][:rows], real & (a["kv_slots"][:rows] != -1), 0, geometry.slots)
     if a["seq_lens"] is not None:
-        _span("seq_lens", a["seq_lens"], torch.ones_like(a["seq_lens"], dtype=torch.bool), 0, 2**31 - 1)
+        require_values("seq_lens", a["seq_lens"], torch.ones_like(a["seq_lens"], dtype=torch.bool), 0, 2**31 - 1)
 
 
 def sparse_indices_values(a: Mapping[str, Any]) -> None:
@@ -526,21 +526,21 @@ def sparse_indices_values(a: Mapping[str, Any]) -> None:
     positions, requests = a["positions"], a["token_to_req"]
     rows = min(positions.shape[0], requests.shape[0], *([a["slots"].shape[0]] if a["slots"] is not None else []))
     real = torch.ones(rows, dtype=torch.bool, device=positions.device) if a["slots"] is None else a["slots"][:rows] >= 0
-    _span("positions", positions[:rows], real, 0, 2**31 - 1)
-    _span("token_to_req", requests[:rows], real, 0, a["window_block_table"].shape[0])
+    require_values("positions", positions[:rows], real, 0, 2**31 - 1)
+    require_values("token_to_req", requests[:rows], real, 0, a["window_block_table"].shape[0])
     if a["ids"] is not None:
         ids = a["ids"][:rows]
         limit: int | torch.Tensor = a["compressed"].slots
         if a["source"] is IdSource.LOCAL:
             limit = ((positions[:rows] + 1) // a["ratio"])[:, None]
-        _span("ids", ids, real[:, None] & (ids != -1), 0, limit)
+        require_values("ids", ids, real[:, None] & (ids != -1), 0, limit)
 
 
 def qkv_insert_values(a: Mapping[str, Any]) -> None:
     """Positions have a row in `cos_sin`, slots lie inside the pool."""
     everything = torch.ones_like(a["positions"], dtype=torch.bool)
-    _span("positions", a["positions"], everything, 0, a["cos_sin"].shape[0])
-    _span("slots", a["slots"], a["slots"] >= 0, 0, PoolGeometry.of(a["kv_cache"]).slots)
+    require_values("positions", a["positions"], everything, 0, a["cos_sin"].shape[0])
+    require_values("slots", a["slots"], a["slots"] >= 0, 0, PoolGeometry.of(a["kv_cache"]).slots)
 
 
 def decode_values(step: StepMetadata, indices: CombinedIndices | SegmentIndices) -> None:
@@ -561,6 +561,6 @@ def decode_values(step: StepMetadata, indices: CombinedIndices | SegmentIndices)
                 ("indices.compressed", indices.compressed[:rows], "indices.compressed_lengths", indices.compressed_lengths[:rows], 0)
             )
     for table_name, table, lengths_name, lengths, fixed in parts:
-        _span(lengths_name, lengths, torch.ones_like(lengths, dtype=torch.bool), fixed, table.shape[1] + 1)
+        require_values(lengths_name, lengths, torch.ones_like(lengths, dtype=torch.bool), fixed, table.shape[1] + 1)
         columns = torch.arange(table.shape[1], device=table.device)
-        _span(table_name, table, (columns >= fixed) & (columns < lengths[:, None]), 0, 2**31 - 1)
+        require_values(table_name, table, (columns >= fixed) & (columns < lengths[:, None]), 0, 2**31 - 1)

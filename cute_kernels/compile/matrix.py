@@ -6,6 +6,7 @@ What one layer can ask for is `LayerSpec.specs`.
 from __future__ import annotations
 
 from cute_kernels.compile.spec import (
+    KV_FORMATS,
     CompressStoreSpec,
     ConvertIndicesSpec,
     GatherUpconvertSpec,
@@ -15,7 +16,6 @@ from cute_kernels.compile.spec import (
 )
 from cute_kernels.target import Target
 
-_FORMATS = {"sm100": ("bf16", "fp8"), "sm120": ("fp8_ds_mla",)}
 _RATIOS = (4, 128)
 _SAVES = ((True, "every_row"), (True, "policy"), (False, "none"))
 # (KV format, dtype of q): FP8 q goes with full FP8 rows.
@@ -36,7 +36,7 @@ def support_matrix(target: Target, *, pdl: bool = True) -> list[KernelSpec]:
         *(
             CompressStoreSpec(target, width, pdl, ratio, kv_format, scores, save)
             for ratio in _RATIOS
-            for kv_format in _FORMATS[target.family]
+            for kv_format in KV_FORMATS[target.family]
             for scores, save in _SAVES
             for width in widths
         ),

@@ -5,6 +5,7 @@ A field is here iff it changes the compiled code. Sizes, strides, scales and SM 
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from typing import Any, ClassVar
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.target import Target
 
+# Row formats that a family's kernels write, by name.
+KV_FORMATS = {"sm100": ("bf16", "fp8"), "sm120": ("fp8_ds_mla",)}
+
 
 @dataclass(frozen=True)
-class KernelSpec:
+class KernelSpec(abc.ABC):
     """Base of all specs.
 
     target        family and architecture
@@ -43,9 +47,9 @@ class KernelSpec:
         return f"cute_kernels.{self.target.family}.{self.operation}"
 
     @property
+    @abc.abstractmethod
     def argument_names(self) -> tuple[str, ...]:
         """Arguments of the compiled function in order; the stream comes from TVM-FFI's environment."""
-        raise NotImplementedError
 
     def fields(self) -> dict[str, Any]:
         """The specialisation as plain JSON data: what the key hashes and the manifest shows."""
@@ -79,7 +83,7 @@ class CompressStoreSpec(KernelSpec):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require("ratio", 4, 128)
-        self._require("kv_format", *(("bf16", "fp8") if self.target.family == "sm100" else ("fp8_ds_mla",)))
+        self._require("kv_format", *KV_FORMATS[self.target.family])
         self._require("save", *(("every_row", "policy") if self.scores else ("none",)))
 
     @property
@@ -146,7 +150,7 @@ class QkvInsertSpec(KernelSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require("kv_format", *(("bf16", "fp8") if self.target.family == "sm100" else ("fp8_ds_mla",)))
+        self._require("kv_format", *KV_FORMATS[self.target.family])
         self._require("q_dtype", *(("bf16", "e4m3") if self.kv_format == "fp8" else ("bf16",)))
 
     @property
