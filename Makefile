@@ -58,7 +58,7 @@ lint: $(STAMP) ## Check style and formatting
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-type: $(STAMP) ## Check types
+type: $(STAMP) ## Check types, everything but the tests
 	$(PY) -m mypy
 
 docs: $(STAMP) ## Write the generated pages under docs/ again (ARGS=--check compares only)

@@ -187,23 +187,22 @@ class Engine:
                 pool.reserve(request, self.lengths[request])
         step = self.metadata.update([query_lens[r] for r in requests], [self.lengths[r] for r in requests])
 
-        def block_table(pool: PagePool | None) -> Tensor | None:
-            return None if pool is None else pool.table[requests].to(self.device)
+        def block_table(pool: PagePool) -> Tensor:
+            return pool.table[requests].to(self.device)
 
         window = block_table(self.window_pool)
         tables = {}
         for ratio in self.ratios:
-            compressed, state = self.compressed_pools.get(ratio), self.state_pools.get(ratio)
-            tables[ratio] = StepTables.of(
-                step,
-                window,
-                self.window_pool.page_rows,
-                ratio=ratio,
-                compressed_block_table=block_table(compressed),
-                compressed_page_rows=compressed.page_rows if compressed else 0,
-                state_block_table=block_table(state),
-                state_block_rows=state.page_rows if state else 0,
-            )
+            compressor: dict[str, Any] = {}
+            if ratio != 1:
+                compressed, state = self.compressed_pools[ratio], self.state_pools[ratio]
+                compressor = {
+                    "compressed_block_table": block_table(compressed),
+                    "compressed_page_rows": compressed.page_rows,
+                    "state_block_table": block_table(state),
+                    "state_block_rows": state.page_rows,
+                }
+            tables[ratio] = StepTables.of(step, window, self.window_pool.page_rows, ratio=ratio, **compressor)
         return Batch(requests, step, tables)
 
     def _pools(self) -> list[PagePool]:
@@ -329,6 +328,8 @@ class Indexer(nn.Module):
 class DeepseekV4Attention(nn.Module):
     """One attention layer: ratio 1 (window only), 4 (window and the indexer's choice) or 128 (window and every group)."""
 
+    cos_sin: Tensor
+
     def __init__(self, config: V4Config, ratio: int, *, max_positions: int) -> None:
         super().__init__()
         self.config, self.ratio, self.max_positions = config, ratio, max_positions
@@ -364,7 +365,7 @@ class DeepseekV4Attention(nn.Module):
             kv_scale=engine.kv_scale,
             save=SavePolicy(rollback=engine.draft_tokens),
         )
-        compressor = {} if self.ratio == 1 else {"ape": self.ape, "norm_weight": self.compressor_norm.weight}
+        compressor: dict[str, Any] = {} if self.ratio == 1 else {"ape": self.ape, "norm_weight": self.compressor_norm.weight}
         self.mla = SparseMLA(
             spec,
             swa_cache=cache.window,

@@ -126,9 +126,15 @@ def exact_output(layer: DeepseekV4Attention, attention: Tensor, batch: Batch) ->
     turned_back = torch.stack([a * cos + b * sin, b * cos - a * sin], -1).flatten(-2)
     x = torch.cat([attention[..., :-64].double(), turned_back], -1).flatten(1)
     downs = [
-        nn.functional.linear(part, down.weight.double()) for down, part in zip(layer.o_down, x.chunk(len(layer.o_down), -1), strict=True)
+        nn.functional.linear(part, down.get_parameter("weight").double())
+        for down, part in zip(layer.o_down, x.chunk(len(layer.o_down), -1), strict=True)
     ]
     return nn.functional.linear(torch.cat(downs, -1), layer.o_up.weight.double())
+
+
+def rms_error(out: Tensor, exact: Tensor) -> float:
+    """Root mean square of the difference."""
+    return float((out.double() - exact).square().mean().sqrt())
 
 
 # ---------------------------------------------------------------- the program
@@ -142,8 +148,17 @@ def kernels(layer: DeepseekV4Attention, target: Target) -> list[KernelSpec]:
 def engine(config: V4Config, ratios: Sequence[int], target: Target, device: torch.device, decode_backend: str) -> Engine:
     """Caches and steps; the same pages on every rank that has the same seed."""
     torch.manual_seed(1)
-    sizes = {"max_requests": 2, "max_tokens": 96, "max_batch_tokens": 96, "draft_tokens": 3}
-    return Engine(config, ratios, target, device=device, decode_backend=decode_backend, **sizes)
+    return Engine(
+        config,
+        ratios,
+        target,
+        max_requests=2,
+        max_tokens=96,
+        max_batch_tokens=96,
+        draft_tokens=3,
+        decode_backend=decode_backend,
+        device=device,
+    )
 
 
 def errors(
@@ -176,7 +191,7 @@ def errors(
         mine, theirs = (e.step(lens) for e in engines)
         attention = whole.attend(whole.project(rows, mine), mine)
         exact = exact_output(whole, attention, mine)
-        yield tuple(float((out.double() - exact).square().mean().sqrt()) for out in (whole.output(attention, mine), split(rows, theirs)))
+        yield rms_error(whole.output(attention, mine), exact), rms_error(split(rows, theirs), exact)
 
 
 def main() -> None:

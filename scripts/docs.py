@@ -71,8 +71,8 @@ def waste() -> str:
 
 def fuller() -> PoolPlan:
     """V4-Flash with page sizes that fill the block in every group."""
-    options = {"compressed_tokens": {4: 256, 128: 16384}, "state_rows": {4: 8, 128: 16}, "index_state_rows": 32}
-    return PoolPlan.of(MODELS["V4-Flash"], PACKED, **options)
+    compressed_tokens, state_rows = {4: 256, 128: 16384}, {4: 8, 128: 16}
+    return PoolPlan.of(MODELS["V4-Flash"], PACKED, compressed_tokens=compressed_tokens, state_rows=state_rows, index_state_rows=32)
 
 
 def index_keys() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from cute_kernels.kv_format import (
@@ -35,7 +36,8 @@ class Picture:
     """Boxes from top to bottom; `height` grows with them."""
 
     def __init__(self, title: str) -> None:
-        self.title, self.height, self.shapes = title, 14.0, []
+        self.title, self.height = title, 14.0
+        self.shapes: list[str] = []
 
     def line(self, text: str, x: float = 10, size: int = 13, anchor: str = "start") -> None:
         self.height += size + 5
@@ -44,7 +46,7 @@ class Picture:
     def _text(self, text: str, x: float, y: float, size: int, anchor: str) -> None:
         self.shapes.append(f'<text x="{x:g}" y="{y:g}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>')
 
-    def row(self, boxes: list[tuple[str, float, str]], height: float = 34, left: float = 10, width: float = WIDTH - 20) -> None:
+    def row(self, boxes: Sequence[tuple[str, float, str]], height: float = 34, left: float = 10, width: float = WIDTH - 20) -> None:
         """Boxes (label, share, colour) side by side over `width`; shares are relative to their sum."""
         self.height += 6
         total = sum(share for _, share, _ in boxes)
