@@ -27,7 +27,7 @@ def python_files(*folders: str) -> list[Path]:
 
 def pins(name: str) -> dict[str, str]:
     lines = (ROOT / "constraints" / name).read_text().splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    return dict(line.partition(" ;")[0].split("==") for line in lines if line and not line.startswith("#"))
 
 
 @pytest.mark.parametrize("name", ["newest.txt", "vllm-0.33.txt"])
