@@ -77,9 +77,22 @@ VALIDATE = Variable(
 )
 
 VARIABLES: tuple[Variable, ...] = (CACHE_DIR, CACHE_MAX_MB, LOCK_TIMEOUT, PACKS, FREEZE, VALIDATE)
+_DSL = ("COMPILER_OPT", "COMPILER_BACKEND", "LINEINFO", "DEBUG", "ENABLE_ASSERTIONS", "ENABLE_PYIR", "AUTO_M2S")
+# Variables of others that count here, with what they do.
+OTHERS: tuple[tuple[str, str], ...] = (
+    ("`CC`", "C compiler that links compiled kernels into shared libraries. Default: `cc`, else `gcc`, else `clang`."),
+    ("`CUTE_DSL_LIBS`", "Where CuTe DSL's runtime library is looked for first; else in its package."),
+    (
+        ", ".join(f"`CUTE_DSL_{name}`" for name in _DSL),
+        "Settings of CuTe DSL that change the code it generates: where they are set, they are part of every key.",
+    ),
+    ("`CUTE_DSL_ARCH`", "Has no effect: a spec names its architecture. Set for the length of a compile, and put back."),
+)
 
 
 def markdown() -> str:
     """The text of docs/environment.md."""
     rows = [f"| `{v.name}` | `{v.default}` | {v.doc} |" if v.default else f"| `{v.name}` | unset | {v.doc} |" for v in VARIABLES]
-    return "\n".join(["# Environment variables", "", "| variable | default | meaning |", "|---|---|---|", *rows, ""])
+    others = [f"| {names} | {doc} |" for names, doc in OTHERS]
+    own = ["# Environment variables", "", "| variable | default | meaning |", "|---|---|---|", *rows]
+    return "\n".join([*own, "", "Of others:", "", "| variable | meaning here |", "|---|---|", *others, ""])

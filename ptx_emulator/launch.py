@@ -13,7 +13,7 @@ from ptx_emulator import parser as ptx
 from ptx_emulator.faults import LaunchError
 from ptx_emulator.machine import Counters, Launch, Machine
 from ptx_emulator.memory import Buffer, Memory
-from ptx_emulator.program import Program
+from ptx_emulator.program import SHARED_START, Program
 
 _LANES = 16384  # threads executed side by side: wide enough to hide Python, small enough for the cache
 _SHARED = 32 << 20  # bytes of shared memory held at once
@@ -149,7 +149,7 @@ def _check(program: Program, launch: Launch, shared_limit: int) -> None:
     wanted = kernel.directives.get("reqnctapercluster")
     if wanted and _three(wanted) != launch.cluster:
         raise LaunchError(f"cluster {launch.cluster}, but the kernel requires {_three(wanted)}")
-    total = program.build.dynamic_start - 1024 + launch.dynamic_shared
+    total = program.build.dynamic_start - SHARED_START + launch.dynamic_shared
     if total > shared_limit:
         raise LaunchError(f"{total} bytes of shared memory, {shared_limit} at most")
 
