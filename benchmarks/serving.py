@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cute_kernels.indices import CombinedIndices, IdSource, SegmentIndices
-from cute_kernels.kv_format import BF16, FORMATS, PoolGeometry
+from cute_kernels.kv_format import FORMATS, PoolGeometry
 from cute_kernels.save_policy import SavePolicy, overlap
 
 STARTS = (0, 1026, 515, 2048)
@@ -203,15 +203,18 @@ def insert_bytes(rows: int, *, heads: int, kv_format: str, q_bytes: int = 2) -> 
     return rows * (heads * 512 * (2 + q_bytes) + 1024 + FORMATS[kv_format].row_bytes + 16 + 256)
 
 
-__all__ = [
-    "BF16",
-    "compress_arguments",
-    "compress_bytes",
-    "decode",
-    "index_arguments",
-    "index_bytes",
-    "insert_arguments",
-    "insert_bytes",
-    "make_step",
-    "prefill",
-]
+def gather_arguments(requests: tuple[tuple[int, int], ...], *, kv_format: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of `gather_upconvert`: each request's rows from its first position on, into the caller's workspace."""
+    step = make_step(requests)
+    table, pages = _tables(step, [s // WINDOW_PAGE for s, _ in requests], [(s + n - 1) // WINDOW_PAGE for s, n in requests], WINDOW_PAGE)
+    row = 656 if kv_format == "fp8_inline" else FORMATS[kv_format].row_bytes
+    cache = torch.randint(0, 120, (pages, WINDOW_PAGE, row), dtype=torch.uint8, device="cuda")
+    starts = torch.tensor([0, *(n for _, n in requests)], device="cuda").cumsum(0)[:-1].int()
+    out = torch.empty(step.rows, 576 if kv_format == "fp8_inline" else 512, dtype=torch.bfloat16, device="cuda")
+    first = torch.tensor([s for s, _ in requests], dtype=torch.int32, device="cuda")
+    return (cache.view(torch.float8_e4m3fn) if kv_format == "fp8" else cache, out, table, starts), {"seq_starts": first}
+
+
+def gather_bytes(rows: int, *, kv_format: str) -> int:
+    """Cache rows read, workspace rows written."""
+    return rows * (656 + 1152 if kv_format == "fp8_inline" else FORMATS[kv_format].row_bytes + 1024)

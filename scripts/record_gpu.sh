@@ -37,10 +37,12 @@ tail -n 3 "$out/tests.txt"
 # A small set under each tool: every kernel, both families, with padding, speculative rows and strided pools. Only this package's kernels
 # are watched, and PyTorch's caching allocator is off, so that an access past a tensor is an access past an allocation.
 chosen='(test_every_token_count and (5- or -5 or 129- or -129)) or test_all_policies or (test_padding and 7-) or test_sanitized or test_rows_against'
-for tool in memcheck racecheck initcheck; do
+for tool in memcheck racecheck "initcheck --check-api-memory-access no"; do
+    name=${tool%% *}
+    # shellcheck disable=SC2086  # a tool with its option: tests copy whole buffers, gaps included, which is no fault of a kernel
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${SANITIZER_SECONDS:-150}" \
-        compute-sanitizer --tool "$tool" --kernel-regex kns=cutlass --error-exitcode 9 --print-limit 20 \
-        "$python" -m pytest tests/gpu -q -p no:cacheprovider -p no:xdist --tb=line -k "$chosen" > "$out/$tool.txt" 2>&1 || status=1
-    echo "$tool: $(tail -n 3 "$out/$tool.txt" | tr '\n' ' ')"
+        compute-sanitizer --tool $tool --kernel-name kernel_substring=cutlass --error-exitcode 9 --print-limit 20 \
+        "$python" -m pytest tests/gpu -q -p no:cacheprovider -p no:xdist --tb=line -k "$chosen" > "$out/$name.txt" 2>&1 || status=1
+    echo "$name: $(tail -n 3 "$out/$name.txt" | tr '\n' ' ')"
 done
 exit $status
