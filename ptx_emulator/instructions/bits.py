@@ -52,31 +52,19 @@ def _xor(build: Build, ins: ptx.Instruction) -> Step:
 
 @opcode("not")
 def _not(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(2)
-    if kind not in (*_BITS, "pred"):
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(2, (*_BITS, "pred"))
     return elementwise(build, ins, [kind], kind, np.invert)
 
 
 @opcode("cnot")
 def _cnot(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(2)
-    if kind not in _BITS:
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(2, _BITS)
     return elementwise(build, ins, [kind], kind, lambda a: (a == 0).astype(a.dtype))
 
 
 @opcode("shl")
 def _shl(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(3)
-    if kind not in _BITS:
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(3, _BITS)
     width = ptx.WIDTHS[kind]
 
     def shift(a: np.ndarray, n: np.ndarray) -> np.ndarray:
@@ -88,11 +76,7 @@ def _shl(build: Build, ins: ptx.Instruction) -> Step:
 
 @opcode("shr")
 def _shr(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(3)
-    if kind not in (*_BITS, "u16", "u32", "u64", "s16", "s32", "s64"):
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(3, (*_BITS, "u16", "u32", "u64", "s16", "s32", "s64"))
     width = ptx.WIDTHS[kind]
 
     def shift(a: np.ndarray, n: np.ndarray) -> np.ndarray:
@@ -124,11 +108,7 @@ def _shf(build: Build, ins: ptx.Instruction) -> Step:
 
 @opcode("bfe")
 def _bfe(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(4)
-    if kind not in ("u32", "s32", "u64", "s64"):
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(4, ("u32", "s32", "u64", "s64"))
     width = ptx.WIDTHS[kind]
     u = np.dtype(f"u{width // 8}")
 
@@ -154,11 +134,7 @@ def _bfe(build: Build, ins: ptx.Instruction) -> Step:
 
 @opcode("bfi")
 def _bfi(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(5)
-    if kind not in ("b32", "b64"):
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(5, ("b32", "b64"))
     width = ptx.WIDTHS[kind]
 
     def insert(a: np.ndarray, b: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -210,11 +186,7 @@ def _szext(build: Build, ins: ptx.Instruction) -> Step:
 
 @opcode("popc")
 def _popc(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(2)
-    if kind not in ("b32", "b64"):
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(2, ("b32", "b64"))
     return elementwise(build, ins, [kind], "u32", lambda a: np.bitwise_count(a).astype(U32))
 
 
@@ -230,11 +202,7 @@ def _leading_zeros(a: np.ndarray) -> np.ndarray:
 
 @opcode("clz")
 def _clz(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(2)
-    if kind not in ("b32", "b64"):
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(2, ("b32", "b64"))
     return elementwise(build, ins, [kind], "u32", _leading_zeros)
 
 
@@ -260,11 +228,7 @@ def _bfind(build: Build, ins: ptx.Instruction) -> Step:
 
 @opcode("brev")
 def _brev(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(2)
-    if kind not in ("b32", "b64"):
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(2, ("b32", "b64"))
 
     def reverse(a: np.ndarray) -> np.ndarray:
         for step, mask in ((1, 0x5555555555555555), (2, 0x3333333333333333), (4, 0x0F0F0F0F0F0F0F0F)):
@@ -307,11 +271,7 @@ def _lop3(build: Build, ins: ptx.Instruction) -> Step:
 
 @opcode("prmt")
 def _prmt(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(4)  # the named modes (.f4e, .rc8, ...) are refused as unknown modifiers
-    if kind != "b32":
-        raise m.unsupported()
+    Modifiers(ins).only_type(4, ("b32",))  # the named modes (.f4e, .rc8, ...) are refused as unknown modifiers
 
     def permute(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
         both = (b.astype(U64) << U64(32)) | a.astype(U64)

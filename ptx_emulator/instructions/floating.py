@@ -262,11 +262,7 @@ def _min_max(build: Build, ins: ptx.Instruction) -> Step:
 
 @opcode("copysign")
 def _copysign(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(3)
-    if kind != "f32":
-        raise m.unsupported()
+    Modifiers(ins).only_type(3, ("f32",))
     sign = U32(1 << 31)
     return elementwise(build, ins, ["b32", "b32"], "b32", lambda a, b: (a & sign) | (b & ~sign))
 

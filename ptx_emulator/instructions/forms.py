@@ -43,6 +43,14 @@ class Modifiers:
             raise self.unsupported("type expected")
         return found[0]
 
+    def only_type(self, operands: int, allowed: Iterable[str]) -> str:
+        """The one type modifier, which must be one of `allowed`, of an instruction of `operands` operands and no other modifier."""
+        kind = self.type()
+        self.finish(operands)
+        if kind not in allowed:
+            raise self.unsupported()
+        return kind
+
     def unsupported(self, what: str = "") -> UnsupportedInstruction:
         return UnsupportedInstruction(f"{self.ins.opcode}: {what or 'form not known'}", self.ins.line, self.ins.text)
 

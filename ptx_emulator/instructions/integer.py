@@ -110,21 +110,13 @@ def _magnitude(a: np.ndarray) -> np.ndarray:
 
 
 def integer_div(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(3)
-    if kind not in INTEGERS:
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(3, INTEGERS)
     return elementwise(build, ins, [kind, kind], kind, _quotient)
 
 
 @opcode("rem")
 def _rem(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(3)
-    if kind not in INTEGERS:
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(3, INTEGERS)
     return elementwise(build, ins, [kind, kind], kind, lambda a, b: np.where(b == 0, a, a - _quotient(a, b) * b))
 
 
@@ -138,21 +130,13 @@ def integer_min_max(build: Build, ins: ptx.Instruction, function: Function) -> S
 
 
 def integer_sign(build: Build, ins: ptx.Instruction, function: Function) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(2)
-    if kind not in ("s16", "s32", "s64"):
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(2, ("s16", "s32", "s64"))
     return elementwise(build, ins, [kind], kind, function)
 
 
 @opcode("sad")
 def _sad(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(4)
-    if kind not in INTEGERS:
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(4, INTEGERS)
     return elementwise(build, ins, [kind] * 3, kind, lambda a, b, c: c + np.where(a < b, b - a, a - b))
 
 

@@ -21,11 +21,7 @@ def nothing(f: Fragment) -> None:
 
 @opcode("mov")
 def _mov(build: Build, ins: ptx.Instruction) -> Step:
-    m = Modifiers(ins)
-    kind = m.type()
-    m.finish(2)
-    if kind not in _MOVES:
-        raise m.unsupported()
+    kind = Modifiers(ins).only_type(2, _MOVES)
     target, value = ins.operands
     if isinstance(target, ptx.Vector):
         return _unpack(build, ins, kind, target, value)
