@@ -26,6 +26,7 @@ from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target
 from tests.support.compress import make_compress_case
 from tests.support.index_case import make_index_case
+from tests.support.insert import make_insert_case
 from tests.support.pools import owned_bytes
 from tests.support.steps import Request, mix
 
@@ -83,6 +84,15 @@ def _indices(source: IdSource, **options: Any) -> Callable[..., Any]:
     return run
 
 
+def _insert(kv_format: str, **options: Any) -> Callable[..., Any]:
+    def run(target: Target, device: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        case = make_insert_case(12, heads=5, padded_heads=8, kv_format=kv_format, seed=4, **options).to(device)
+        q = ops.qkv_insert(*case.args(), **case.kwargs(), target=target)
+        return {"KV pool": raw(case.storage)}, {"fp8" if q.dtype == torch.float8_e4m3fn else "bf16": raw(q)}
+
+    return run
+
+
 def recordings() -> list[Recording]:
     """All recorded calls."""
     sm100, sm120 = Target("sm100", "sm_90a"), Target("sm120", "sm_90a")
@@ -95,6 +105,10 @@ def recordings() -> list[Recording]:
     for target in (sm100, sm120):
         for source in IdSource:
             found.append(Recording(f"sparse_indices {target.family} {source.value}", target, _indices(source)))
+    fp8 = {"q_dtype": torch.float8_e4m3fn, "q_scale": 0.05, "kv_scale": 0.04}
+    found.append(Recording("qkv_insert bf16", sm100, _insert("bf16")))
+    found.append(Recording("qkv_insert fp8", sm100, _insert("fp8", **fp8)))
+    found.append(Recording("qkv_insert packed", sm120, _insert("fp8_ds_mla")))
     return found
 
 
