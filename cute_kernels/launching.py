@@ -62,6 +62,8 @@ class Operation:
             spec, arguments, result = self.plan(a, target, vectors, widest)
         except Exception:
             self.check(a, target)  # names the argument that planning stumbled over
+            if (regular := validate.with_regular_empties(self.tensors, a)) is not a:
+                return self.launch(regular, target, vectors, widest, prepared)
             raise
         if spec is None:
             self.check(a, target)
@@ -72,6 +74,8 @@ class Operation:
             kernel(*ordered)
         except (TypeError, ValueError, RuntimeError):
             self.check(a, target)
+            if (regular := validate.with_regular_empties(self.tensors, a)) is not a:
+                return self.launch(regular, target, vectors, widest, prepared)
             raise
         return result
 

@@ -393,9 +393,7 @@ def _plan_qkv_insert(a: Mapping[str, Any], target: Target, vectors: tuple[valida
     return spec, {**a, **more, "out": out}, out
 
 
-@functools.lru_cache(maxsize=256, typed=True)
-def _insert_heads(heads: int, padded_heads: int | None) -> int:
-    return heads if padded_heads is None else validate.integer("padded_heads", padded_heads, heads, 128)
+_insert_heads = functools.lru_cache(maxsize=256, typed=True)(validate.insert_heads)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
@@ -503,6 +501,7 @@ class Bound:
         assert self._target is not None
         table = {arg.name: arg for arg in operation.tensors}
         validate.check(tuple(table[n] for n in tensors), tensors, {}, device)
+        tensors = validate.with_regular_empties(operation.tensors, tensors)
         self._widest = validate.vector_bytes(operation.vectors, tensors, self._target.vector_bytes)
         self._vectors = tuple(arg for arg in operation.vectors if arg.name not in tensors)
         # The anchor stays a torch tensor: from it TVM-FFI learns torch's current stream on each call.

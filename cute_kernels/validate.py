@@ -183,6 +183,18 @@ def _check_rows(name: str, value: torch.Tensor, written: bool) -> None:
         span += (value.shape[dim] - 1) * value.stride(dim)
 
 
+def with_regular_empties(arguments: tuple[Arg, ...], values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`values` with usable strides for empty tables, which `check` lets have any; `values` itself where nothing changes."""
+    changed = {}
+    for arg in arguments:
+        value = values.get(arg.name)
+        if arg.layout is not Layout.ROWS or not isinstance(value, torch.Tensor) or value.dim() != 2 or value.numel():
+            continue
+        if value.stride() != (ALIGNMENT, 1):
+            changed[arg.name] = value.as_strided(value.shape, (ALIGNMENT, 1))
+    return {**values, **changed} if changed else values
+
+
 def _dense_strides(value: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(value.shape, device="meta").stride()
 
@@ -242,10 +254,14 @@ def _require_alignment(name: str, value: torch.Tensor) -> None:
 # Scalars ---------------------------------------------------------------------------------------------------------------
 
 
+# What kernels multiply by is fp32: below its smallest normal number an inverse overflows, above its largest a scale becomes infinite.
+_FP32 = torch.finfo(torch.float32)
+
+
 def positive(name: str, value: Any) -> float:
-    """A finite number above zero."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise InvalidArgument(name, repr(value), "a finite number > 0")
+    """A number above zero that fp32 holds as a normal number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _FP32.tiny <= value <= _FP32.max:
+        raise InvalidArgument(name, repr(value), "a finite number > 0 that fp32 holds")
     return float(value)
 
 
@@ -256,7 +272,8 @@ def integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
 
 
 def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
-    if isinstance(value, bool) or value not in allowed:
+    """A value among `allowed`, of their type: 4.0 is no ratio, though it equals one."""
+    if type(value) is not type(allowed[0]) or value not in allowed:
         raise InvalidArgument(name, repr(value), " or ".join(map(repr, allowed)))
 
 
@@ -391,14 +408,20 @@ def qkv_insert_scalars(a: Mapping[str, Any]) -> None:
         raise InvalidArgument("cos_sin", f"shape {list(a['cos_sin'].shape)}", "at least one row")
 
 
+def insert_heads(heads: int, padded_heads: int | None) -> int:
+    """Heads of `qkv_insert`'s result."""
+    if not 1 <= heads <= 128:
+        raise InvalidArgument("q", f"{heads} heads", "1 to 128 heads", hint="split the heads over more GPUs (tensor parallelism)")
+    return heads if padded_heads is None else integer("padded_heads", padded_heads, heads, 128)
+
+
 def qkv_insert(a: Mapping[str, Any]) -> None:
     """All checks of `qkv_insert`."""
     qkv_insert_scalars(a)
     sizes: dict[str, int] = {}
     device = tensor("q", a["q"]).device
     check(QKV_INSERT, a, sizes, device)
-    heads = sizes["H"]
-    padded = heads if a["padded_heads"] is None else integer("padded_heads", a["padded_heads"], heads, 128)
+    padded = insert_heads(sizes["H"], a["padded_heads"])
     check(QKV_INSERT_OUT, a, {**sizes, "padded_heads": padded}, device)
     if a["out"] is not None and a["out"].dtype != a["q_dtype"]:
         raise InvalidArgument("out", f"dtype {a['out'].dtype}", f"{a['q_dtype']}, which q_dtype says")
@@ -439,9 +462,8 @@ def decode(a: Mapping[str, Any], accepted_heads: tuple[int, ...]) -> None:
         raise InvalidArgument("q", f"dtype {a['q'].dtype}", f"{wanted} with {swa.name} caches")
     if a["sinks"] is not None and a["sinks"].shape[0] not in (num_heads, heads):
         raise InvalidArgument("sinks", f"shape {list(a['sinks'].shape)}", f"[{num_heads}] (heads) or [{heads}] (padded heads)")
-    positive("sm_scale", a["sm_scale"])
-    scale("q_scale", a["q_scale"], swa)
-    scale("kv_scale", a["kv_scale"], swa)
+    scales = positive("sm_scale", a["sm_scale"]), scale("q_scale", a["q_scale"], swa), scale("kv_scale", a["kv_scale"], swa)
+    positive("sm_scale * q_scale * kv_scale", math.prod(scales))
     if a["out"] is not None and a["rope_cos_sin"] is None:
         check((Arg("out", (BF,), (">=T", "H", HEAD_DIM), vector=True),), a, sizes, device)
     _decode_indices(indices, a["kv_cache"], sizes, device)

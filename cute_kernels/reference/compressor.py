@@ -85,7 +85,7 @@ def compress_store(
     if scored is None:
         return
     kept = real & (slot < state.shape[0] * state.shape[1])
-    if seq_lens is not None:
+    if seq_lens is not None and requests:
         kept &= saved_mask(pos, seq_lens.long()[req.clamp(0, requests - 1)], ratio, save)
     for rows in t[kept].split(max(1, _CHUNK_BYTES // (state.shape[2] * 4))):
         state[slot[rows] // state.shape[1], slot[rows] % state.shape[1]] = _post_ape(*scored, rows, pos[rows], ratio)

@@ -10,6 +10,9 @@ from cute_kernels.errors import InvalidArgument
 from cute_kernels.indices import CombinedIndices, IdSource, SegmentIndices
 from cute_kernels.kv_format import WINDOW, PoolGeometry
 
+# Positions past it count as it: entries and lengths are int32, and position + 1 must be one, too.
+_LAST_POSITION = 2**31 - 2
+
 
 def sparse_indices(
     positions: torch.Tensor,
@@ -56,7 +59,7 @@ def sparse_indices(
     real = (req >= 0) & (req < requests)
     if slots is not None:
         real &= slots[:known] >= 0
-    pos, req = positions[:known], req.where(real, 0)
+    pos, req = positions[:known].clamp(-1, _LAST_POSITION), req.where(real, 0)
 
     start = (pos - (WINDOW - 1)).clamp(min=0)
     p = start[:, None] + torch.arange(WINDOW, device=device)
@@ -95,10 +98,10 @@ def sparse_indices(
 
 
 def _compressed_width(source: IdSource, ids: torch.Tensor | None, width: int | None) -> int:
-    """Columns of the compressed part, a multiple of 4. Zero columns are no compressed part."""
+    """Columns of the compressed part, a multiple of 4 and at least 4, also where there is no id."""
     if source is not IdSource.ALL_GROUPS and ids is None:
         raise InvalidArgument("ids", None, f"int32 [rows, k], needed by {source}")
-    least = 1 if source is IdSource.ALL_GROUPS or ids is None else ids.shape[1]
+    least = 1 if source is IdSource.ALL_GROUPS or ids is None else max(ids.shape[1], 1)
     if width is None and source is not IdSource.ALL_GROUPS:
         width = least
     if width is None or width < least:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,16 @@ def test_awkward_inputs(ratio: int, options: dict[str, object]) -> None:
 @pytest.mark.parametrize("ratio", [4, 128])
 def test_nothing_but_padding_writes_nothing(ratio: int) -> None:
     run([Request(100, 0)], ratio=ratio, kv_format="fp8_ds_mla", padding=32)
+
+
+@pytest.mark.parametrize("save", POLICIES, ids=str)
+def test_a_captured_step_without_a_request_writes_nothing(save: SavePolicy) -> None:
+    case = make_compress_case([Request(3, 1)], ratio=4, save=save, padding=3)
+    tables = {"state_block_table": case.state_block_table[:0], "seq_lens": case.seq_lens[:0]}
+    case = dataclasses.replace(case, requests=[], **tables, cache={})
+    before = case.clone()
+    compress_store(*case.args(), **case.kwargs())
+    check_compress(before, case)
 
 
 @pytest.mark.parametrize("ratio", [4, 128])

@@ -121,7 +121,7 @@ CALLS = {
     "convert_indices": (ck.convert_indices, convert_arguments, gather_ops.CONVERT_TENSORS),
     "decode": (ck.decode, decode_arguments, validate.DECODE),
 }
-BAD_NUMBERS = (float("nan"), float("inf"), -1.0, 0.0, True, "1")
+BAD_NUMBERS = (float("nan"), float("inf"), -1.0, 0.0, 1e39, 1e-39, True, "1")  # fp32 holds neither 1e39, nor the inverse of 1e-39
 
 
 def wrong_tensors(arg: validate.Arg, value: torch.Tensor) -> Iterator[tuple[str, Any]]:
@@ -171,7 +171,7 @@ def sweep() -> list[Any]:
             cases.append(pytest.param(name, {argument: value}, blamed or argument, id=f"{name}-{argument}-{i}"))
 
     int32 = {"dtype": torch.int32}
-    more("compress_store", "ratio", 8, 0, "4", None, True)
+    more("compress_store", "ratio", 8, 0, 4.0, "4", None, True)
     more("compress_store", "eps", *BAD_NUMBERS)
     more("compress_store", "kv_scale", *BAD_NUMBERS)
     more("compress_store", "save", None, "every_row", 3)
@@ -207,6 +207,8 @@ def sweep() -> list[Any]:
     more("qkv_insert", "padded_heads", 4, 129, 8.0)
     more("qkv_insert", "apply_q_norm", None, 1)
     more("qkv_insert", "q_dtype", torch.float16, None)
+    for heads in (0, 129):
+        more("qkv_insert", "q", torch.zeros(6, heads, 512, dtype=torch.bfloat16))
     more("qkv_insert", "kv", torch.randn(5, 512).bfloat16())
     more("qkv_insert", "positions", torch.arange(5))
     out = insert_arguments()["out"]
@@ -311,6 +313,12 @@ def test_per_tensor_scales_belong_to_full_fp8_rows():
     for scale in ("q_scale", "kv_scale"):
         with pytest.raises(ck.InvalidArgument, match=scale):
             case.run(**{scale: 2.0})
+
+
+def test_the_product_of_the_scales_is_a_number_too():
+    case = decode_case("sm100", "fp8", 8)
+    with pytest.raises(ck.InvalidArgument, match=r"sm_scale \* q_scale \* kv_scale"):
+        case.run(q_scale=1e30, kv_scale=1e30)
 
 
 def test_formats_belong_to_families():

@@ -146,3 +146,29 @@ def test_large_pools(target: Target) -> None:
     case = dataclasses.replace(case, compressed=compressed, ids=ids)
     with emulated(target):
         check_indices(case, launch(case, spec))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("source", IdSource, ids=lambda s: s.value)
+def test_positions_no_sequence_has(target: Target, source: IdSource) -> None:
+    """Any int64 is safe as a position, and means the same to kernel and reference."""
+    case = make_index_case([Request(300, 8)], source=source, ratio=4, k=32, width=32 if source is IdSource.ALL_GROUPS else None)
+    positions = torch.tensor([-(2**63), -2, 2**31 - 2, 2**31 - 1, 2**31, 2**32 + 5, 2**63 - 1, 300])
+    case = dataclasses.replace(case, positions=positions)
+    with emulated(target):
+        require_reference(case, ops.sparse_indices(*case.args(), **case.kwargs()))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0)])
+def test_empty_tables_may_have_any_strides(target: Target, shape: tuple[int, int]) -> None:
+    """No ids at all, or none a row; block tables without a column. The compiled function asks for strides that these lack."""
+    case = make_index_case([Request(300, 8)], source=IdSource.LOCAL, ratio=4, k=8)
+    assert case.compressed_block_table is not None
+    for strides in ((1, 1), (0, 0), (3, 2)):
+        ids = torch.empty(shape, dtype=torch.int32).as_strided(shape, strides)
+        nothing = case.compressed_block_table[:, :0].as_strided((1, 0), strides)
+        for changes in ({"ids": ids}, {"ids": ids, "compressed_block_table": nothing}, {"window_block_table": nothing}):
+            odd = dataclasses.replace(case, **changes)
+            with emulated(target):
+                require_reference(odd, ops.sparse_indices(*odd.args(), **odd.kwargs()))
