@@ -50,8 +50,11 @@ def compile_objects(
 
 
 def _compile_one(spec: KernelSpec, scratch: Path) -> dict[str, Any]:
-    compiled, manifest = cache.ensure_with_manifest(spec)
-    shutil.copyfile(compiled.object, scratch / f"{manifest['key']}.o")
+    def copy(compiled: loader.CompiledObject, manifest: dict[str, Any]) -> dict[str, Any]:
+        shutil.copyfile(compiled.object, scratch / f"{manifest['key']}.o")
+        return manifest
+
+    manifest = cache.use_object(spec, copy)
     return {name: manifest[name] for name in _MANIFEST_FIELDS} | {"source": source_fingerprint(spec.module)}
 
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import filelock
 
@@ -20,8 +20,11 @@ from cute_kernels.compile.fingerprint import fingerprint, versions
 from cute_kernels.compile.freeze import require_compile_allowed
 from cute_kernels.compile.loader import CompiledObject, Kernel
 from cute_kernels.compile.spec import KernelSpec
+from cute_kernels.errors import CompileError, CuteKernelsError
 
 log = logging.getLogger("cute_kernels")
+Result = TypeVar("Result")
+_TRIES = 3
 
 
 @dataclass
@@ -70,7 +73,7 @@ def _load(spec: KernelSpec, executor: loader.Executor) -> Kernel:
         if found is not None:
             stats.from_packs += 1
             return found
-    return executor(ensure(spec, note), spec)
+    return use_object(spec, lambda compiled, _: executor(compiled, spec), note)
 
 
 def warm_up(specs: Iterable[KernelSpec], progress: Callable[[KernelSpec], None] | None = None) -> int:
@@ -105,6 +108,18 @@ def ensure_with_manifest(spec: KernelSpec, note: str = "") -> tuple[CompiledObje
     return found
 
 
+def use_object(spec: KernelSpec, use: Callable[[CompiledObject, dict[str, Any]], Result], note: str = "") -> Result:
+    """What `use` makes of the object of `spec` and its manifest; asked again where another process removes the object meanwhile."""
+    for _ in range(_TRIES):
+        try:
+            return use(*ensure_with_manifest(spec, note))
+        except CuteKernelsError:
+            raise
+        except (OSError, RuntimeError) as error:
+            log.info("%s could not be used, once more: %s", spec, error)
+    return use(*ensure_with_manifest(spec, note))
+
+
 def _compile_once(disk: store.Store, name: str, spec: KernelSpec) -> tuple[CompiledObject, dict[str, Any]]:
     """Compile under the key's lock, so that of all processes that miss one compiles and the others read its result."""
     if not disk.writable():
@@ -127,6 +142,10 @@ def _compile_once(disk: store.Store, name: str, spec: KernelSpec) -> tuple[Compi
     except filelock.Timeout:
         log.warning("another process holds the lock of %s for too long; compiling it for this process alone", spec)
         return _compile_alone(name, spec)
+    except (OSError, CompileError) as error:
+        alone = _compile_alone(name, spec)  # fails again where not the folder is at fault (full, or of a name that tools refuse)
+        _warn_once(disk.root, "cache folder %s takes no kernel (%s); kernels are compiled for this process alone", disk.root, error)
+        return alone
     return published or _compile_alone(name, spec)
 
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ import filelock
 from cute_kernels import env
 from cute_kernels.compile import build
 from cute_kernels.compile.loader import CompiledObject
+from cute_kernels.errors import InvalidArgument
 
 MANIFEST, LIBRARY = "manifest.json", "kernel.so"
 _STALE_SECONDS = 3600.0
@@ -31,7 +33,12 @@ def default_root() -> Path:
     """The cache folder that the environment asks for."""
     chosen = env.CACHE_DIR.get()
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:
+            raise InvalidArgument(
+                env.CACHE_DIR.name, repr(chosen), "a folder", hint="write the path out: that home is not known"
+            ) from error
     import platformdirs
 
     return platformdirs.user_cache_path("cute_kernels", appauthor=False)
@@ -73,7 +80,7 @@ class Store:
     def read(self, key: str) -> tuple[CompiledObject, dict[str, Any]] | None:
         """The entry of a key, or None where there is none. A damaged entry is moved away, so that it is built again."""
         folder = self.objects / key
-        if not folder.is_dir():
+        if not os.path.lexists(folder):
             return None
         try:
             manifest = json.loads((folder / MANIFEST).read_bytes())
@@ -82,7 +89,7 @@ class Store:
                 and manifest.pop("seal") == _seal(manifest)
                 and all(checksum(folder / name) == wanted for name, wanted in manifest["files"].items())
             )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             ok = False
         if not ok:
             self._set_aside(folder)
@@ -174,11 +181,14 @@ class Store:
         now = time.time()
         for path in list(folder.iterdir()) if folder.is_dir() else []:
             try:
-                old = now - path.stat().st_mtime >= age
+                old = now - path.lstat().st_mtime >= age
             except OSError:
                 continue
-            if old:
+            if old and path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
+            elif old:
+                with contextlib.suppress(OSError):  # another process was first
+                    path.unlink()
 
     def _discard(self, folder: Path) -> None:
         """Out of sight by one rename, then deleted: a reader sees an entry whole or not at all."""

@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 
 from cute_kernels import env
 from cute_kernels.compile import build, cache, freeze, loader, store
-from cute_kernels.errors import CompileError, MissingKernel
+from cute_kernels.errors import CompileError, InvalidArgument, MissingKernel
 from cute_kernels.target import Target
 from tests.scale.spec import ScaleSpec
 
@@ -67,6 +68,94 @@ def test_damaged_files_are_quarantined_and_built_again(folder: Path, damage: Cal
     assert cache.stats.from_disk == 0
     cache.ensure(SPEC)
     assert cache.stats.from_disk == 1
+
+
+def replace_by_a_file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("no entry")
+
+
+def replace_by_a_dead_link(path: Path) -> None:
+    shutil.rmtree(path)
+    path.symlink_to(path.parent / "nowhere")
+
+
+def empty_folder(path: Path) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def nest_the_manifest(path: Path) -> None:
+    (path / store.MANIFEST).write_text("[" * 100_000)
+
+
+@pytest.mark.parametrize("damage", [replace_by_a_file, replace_by_a_dead_link, empty_folder, nest_the_manifest])
+def test_what_is_no_entry_gives_way_to_one(folder: Path, damage: Callable[[Path], None]) -> None:
+    cache.ensure(SPEC)
+    damage(entry(folder))
+    assert cache.ensure(SPEC).object.parent == entry(folder)
+    assert cache.stats.compiled == 2
+    store.Store(folder).gc()
+    assert not list((folder / "quarantine").iterdir())
+
+
+def a_folder_as_lock(root: Path) -> None:
+    (root / "locks" / f"{cache.key(SPEC)}.lock").mkdir(parents=True)
+
+
+def objects_on_another_file_system(root: Path) -> None:
+    other = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    root.mkdir()
+    (root / "objects").symlink_to(other)
+
+
+def a_name_that_the_dsl_refuses(root: Path) -> None:
+    """Nothing to prepare: see the test."""
+
+
+@pytest.mark.parametrize("trouble", [a_folder_as_lock, objects_on_another_file_system, a_name_that_the_dsl_refuses])
+def test_a_folder_that_takes_no_kernel_is_worked_around(
+    folder: Path, trouble: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Writable at first sight, but the lock, the compile or the publishing fails there: one warning, and the kernel all the same."""
+    if trouble is a_name_that_the_dsl_refuses:
+        folder = folder / 'it\'s a "folder"'
+        monkeypatch.setenv(env.CACHE_DIR.name, str(folder))
+    elif trouble is objects_on_another_file_system and (
+        not os.path.isdir("/dev/shm") or os.stat("/dev/shm").st_dev == os.stat("/tmp").st_dev
+    ):
+        pytest.skip("no second file system")
+    trouble(folder)
+    try:
+        found = cache.ensure(SPEC)
+        assert found.object.is_file() and not found.object.is_relative_to(folder)
+        cache.ensure(dataclasses.replace(SPEC, factor=5))
+        assert caplog.text.count("takes no kernel") == 1
+        assert not list((folder / "tmp").iterdir()), "a failed compile left something behind"
+    finally:
+        if (folder / "objects").is_symlink():
+            shutil.rmtree((folder / "objects").resolve())
+
+
+def test_an_entry_removed_between_look_up_and_load_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.ensure(SPEC)
+    read, cleared = store.Store.read, []
+
+    def read_then_lose(self: store.Store, key: str) -> object:
+        found = read(self, key)
+        if found is not None and not cleared:
+            cleared.append(self.clear())
+        return found
+
+    monkeypatch.setattr(store.Store, "read", read_then_lose)
+    assert callable(cache.get(SPEC))
+    assert cleared == [1] and cache.stats.compiled == 2
+
+
+def test_a_home_that_nobody_knows_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(env.CACHE_DIR.name, "~nobody-of-this-name/cache")
+    with pytest.raises(InvalidArgument, match=env.CACHE_DIR.name):
+        cache.ensure(SPEC)
 
 
 def test_a_flipped_checksum_in_the_manifest_is_damage(folder: Path) -> None:
