@@ -10,9 +10,9 @@ import torch
 
 from cute_kernels import env, flashinfer_backend, validate
 from cute_kernels.errors import InvalidArgument, UnsupportedRequest
-from cute_kernels.indices import CombinedIndices, Indices
+from cute_kernels.indices import CombinedIndices, Indices, SegmentIndices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, format_of, formats_of, resolve_format
-from cute_kernels.step import StepMetadata
+from cute_kernels.step import SPLIT_ROWS, StepMetadata
 from cute_kernels.target import Target
 
 
@@ -131,7 +131,6 @@ class Workspace:
     counters: torch.Tensor
 
 
-DEFAULT_WORKSPACE_BYTES = 128 << 20
 _workspaces: dict[tuple[torch.device, int], Workspace] = {}
 _retired: list[Workspace] = []  # captured graphs may still use them
 
@@ -170,7 +169,7 @@ def allocate_workspace(
     family = "sm100" if resolved is None else resolved.family
     return _workspace(
         device,
-        max(DEFAULT_WORKSPACE_BYTES, flashinfer_backend.workspace_bytes(family, max_rows, heads, width)),
+        flashinfer_backend.workspace_bytes(family, max_rows, heads, width),
         flashinfer_backend.counter_bytes(max_requests, heads),
     )
 
@@ -335,8 +334,9 @@ def decode(
         )
     parts = _parts(step, combined, whole_buffers=rope_cos_sin is not None)
     if workspace is None or (combined and counters is None):
+        needed = 0 if workspace is not None else max(_workspace_need(indices, part, heads, resolved.family) for part in parts)
         longest = max(part.requests.stop - part.requests.start for part in parts)
-        shared = _workspace(device, DEFAULT_WORKSPACE_BYTES, flashinfer_backend.counter_bytes(longest, heads))
+        shared = _workspace(device, needed, flashinfer_backend.counter_bytes(longest, heads))
         workspace = shared.workspace if workspace is None else workspace
         counters = shared.counters if counters is None else counters
 
@@ -388,6 +388,15 @@ def _check_decode(a: dict[str, object]) -> None:
 
 def _signature(tensor: Any) -> tuple[object, ...] | None:
     return None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() & 31, tensor.device)
+
+
+def _workspace_need(indices: Indices, part: flashinfer_backend.Rows, heads: int, family: str) -> int:
+    """Bytes of workspace for one call; a call of many rows splits no keys, so that its width does not count."""
+    rows = part.rows.stop - part.rows.start
+    width = 0
+    if isinstance(indices, SegmentIndices) and indices.compressed is not None and rows <= SPLIT_ROWS:
+        width = indices.compressed.shape[1]
+    return flashinfer_backend.workspace_bytes(family, rows, heads, width)
 
 
 def _capturing(device: torch.device) -> bool:

@@ -17,11 +17,14 @@ import torch
 
 from cute_kernels.errors import InvalidArgument, UnsupportedRequest
 from cute_kernels.indices import CombinedIndices, SegmentIndices
+from cute_kernels.step import SPLIT_ROWS
 from cute_kernels.target import Target
 
 OLDEST = "0.7.0"
 # Head counts of q that the DeepSeek-V4 call accepts, on both paths, in every version served.
 ACCEPTED_HEADS = (8, 16, 32, 64, 128)
+# What FlashInfer asks for on SM100 whatever the sizes, and the least that is allocated for SM120.
+LEAST_WORKSPACE_BYTES = 128 << 20
 # FlashInfer asks for max(requests x heads, SMs) counters; no GPU of these families has more SMs than this.
 _MOST_SMS = 1024
 
@@ -71,14 +74,14 @@ def counter_bytes(requests: int, heads: int) -> int:
 def workspace_bytes(family: str, rows: int, heads: int, width: int) -> int:
     """Bytes of a workspace that serves calls of up to `rows` rows, `heads` padded heads, `width` compressed columns.
 
-    SM100: 128 MiB whatever the sizes. SM120: per row of a decode call (at most 64 rows), per 64 candidates and per head 512 bf16
-    partial sums and a fp32 log-sum-exp; one more fp32 per row and head of any call.
+    SM100: 128 MiB whatever the sizes. SM120: at least as much; per row of a call of at most 64 rows, per 64 candidates and per head
+    512 bf16 partial sums and a fp32 log-sum-exp; one more fp32 per row and head of any call.
     """
     if family == "sm100":
-        return 128 << 20
+        return LEAST_WORKSPACE_BYTES
     scratch_heads = 8 if heads == 8 else (heads + 15) // 16 * 16
     chunks = 2 + (width + 63) // 64
-    return min(rows, 64) * scratch_heads * chunks * (512 * 2 + 4) + rows * heads * 4 + 4096
+    return max(LEAST_WORKSPACE_BYTES, min(rows, SPLIT_ROWS) * scratch_heads * chunks * (512 * 2 + 4) + rows * heads * 4 + 4096)
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,14 @@ def test_a_workspace_grows_without_freeing_what_a_graph_may_use(no_workspaces):
     assert wide.workspace.numel() > 64 * 128 * 130 * 512 * 2
 
 
+def test_the_default_workspace_holds_the_partial_sums_of_a_wide_table(monkeypatch, no_workspaces):
+    case = decode_case("sm120", "fp8_ds_mla", 128, query_lens=(1,) * 20, seq_lens=(200,) * 20, width=4096, spare_rows=0)
+    got, launches = run(case, (12, 0), monkeypatch)
+    (call,) = launches.calls
+    assert call["workspace"].numel() >= 20 * 128 * (2 + 4096 // 64) * (512 * 2 + 4)
+    agree(got, case.run(backend="reference"))
+
+
 def test_streams_have_workspaces_of_their_own(monkeypatch, no_workspaces):
     stream = 1
     monkeypatch.setattr(dispatch, "_stream_key", lambda device: (device, stream))
