@@ -298,16 +298,6 @@ def new_tables(rows: int, width: int, combined: bool, device: torch.device) -> I
     return SegmentIndices(empty(rows, WINDOW), empty(rows), *((empty(rows, width), empty(rows)) if width else ()))
 
 
-# Names of the tables in `out`, and of the same tensors as kernel arguments.
-_COMBINED_NAMES = {"table": "table", "lengths": "lengths"}
-_SEGMENT_NAMES = {
-    "window": "window_table",
-    "window_lengths": "window_lengths",
-    "compressed": "compressed_table",
-    "compressed_lengths": "compressed_lengths",
-}
-
-
 def _plan_sparse_indices(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
     positions, ids, num_rows, out = a["positions"], a["ids"], a["num_rows"], a["out"]
     k = None if ids is None else ids.shape[1]
