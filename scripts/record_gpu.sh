@@ -3,12 +3,14 @@
 #
 #   scripts/record_gpu.sh OUT     -> OUT/environment.txt, tests.txt, memcheck.txt, racecheck.txt, initcheck.txt
 #
-# PYTHON chooses the interpreter, JOBS the number of test processes. Kernels come from build/packs and the disk cache, else they are compiled.
+# PYTHON chooses the interpreter, JOBS the number of test processes, SANITIZER_SECONDS how long each sanitizer may take, COMMIT what
+# environment.txt says was run. Kernels come from build/packs and the disk cache, else they are compiled.
 set -uo pipefail
 out=${1:?usage: record_gpu.sh OUT}
 python=${PYTHON:-python3}
 jobs=${JOBS:-8}
 mkdir -p "$out"
+out=$(cd "$out" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 {
