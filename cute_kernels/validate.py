@@ -266,6 +266,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+    """An int in [least, most]."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
         raise InvalidArgument(name, repr(value), f"an int, {least} <= value <= {most}")
     return value
@@ -497,6 +498,7 @@ def _decode_indices(indices: Any, kv_cache: torch.Tensor | None, sizes: dict[str
 
 
 def tensor(name: str, value: Any) -> torch.Tensor:
+    """A tensor, of any kind."""
     if not isinstance(value, torch.Tensor):
         raise InvalidArgument(name, "None" if value is None else f"a {type(value).__name__}", "a torch.Tensor")
     return value
