@@ -1,4 +1,4 @@
-"""Inputs as a serving engine has them, by the method that docs/performance.md describes.
+"""Inputs as a serving engine has them, and the bytes that each operation must move on them.
 
 Prefill requests of equal length start at 0, 1026, 515, 2048, repeating; decode positions are uniform in 512..2047; blocks and pages
 are handed out in random order; rows of earlier steps lie in the state pool.
