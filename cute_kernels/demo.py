@@ -1,7 +1,8 @@
 """`python -m cute_kernels demo`: runs the example's DeepSeek-V4 layer step by step and has every row judged.
 
 Two requests share the steps: one prefills a long prompt in chunks while the other, already prefilled, decodes beside it; then
-both decode, verify speculative tokens of which some are rejected, and decode on. The judge (demo_judge.py) gets the outputs of
+both decode, verify speculative tokens of which some are rejected, and decode on. All layers live in one pool, which starts as NaN:
+a row that nobody wrote shows wherever it is read. The judge (demo_judge.py) gets the outputs of
 the layer's projections and the ids its indexer chose, and nothing else.
 """
 
@@ -30,11 +31,15 @@ from cute_kernels.target import Family, Target
 
 DECODE_STEPS, DRAFT_TOKENS = 3, 3
 FULL_TOKENS, FULL_CHUNK, FULL_TOPK = 2600, 1024, 512
-# Full-row FP8 only. Any scales that keep values of about +-6 inside E4M3's +-448 would do, as long as no BF16 value divided by one lies
-# half-way between two E4M3 values, where the last bit of the division would decide.
-Q_SCALE, KV_SCALE = 0.05, 0.037
+# Of q and of KV rows, full-row FP8 only; layers take them in turn. Any scales that keep values of about +-6 inside E4M3's +-448 would do,
+# as long as no BF16 value divided by one lies half-way between two E4M3 values, where the last bit of the division would decide.
+SCALES = ((0.05, 0.037), (0.046, 0.033), (0.053, 0.041))
 RATIOS = (1, 4, 128)
-FAULTS = ("wrong-page", "wrong-rope", "dropped-sink")
+# wrong-page, wrong-compressed-page   a page of the other request in a block table, in the last step
+# wrong-state-block                   a block that nobody wrote in the compressor's block table, in the speculative step
+# wrong-rope, dropped-sink            one row of the rotation table, one head's sink
+# wrong-scale                         FP8 rows are read with q's scale; rows of other formats have no scale to get wrong
+FAULTS = ("wrong-page", "wrong-compressed-page", "wrong-state-block", "wrong-rope", "dropped-sink", "wrong-scale")
 
 
 @dataclass(frozen=True)
@@ -62,16 +67,30 @@ def schedule(tokens: int) -> list[Work]:
 
 @dataclass(frozen=True)
 class Format:
-    """One way to run: a KV format, the target it belongs to, the device and the path it takes here, and what it rounds."""
+    """One way to run: a KV format, the target it belongs to, the device and the path it takes here, and what it rounds.
+
+    rounding  by the scales of q and of KV rows
+    scaled    whether those are other than 1.0
+    """
 
     label: str
     kv_cache_dtype: str
     target: Target
     device: str
     path: str
-    rounding: judge.Rounding
-    q_scale: float = 1.0
-    kv_scale: float = 1.0
+    rounding: Callable[[float, float], judge.Rounding]
+    scaled: bool = False
+
+    def scales(self, layers: int) -> list[tuple[float, float]]:
+        """Of each layer: the scales of q and of KV rows."""
+        return [SCALES[i % len(SCALES)] if self.scaled else (1.0, 1.0) for i in range(layers)]
+
+    def checkpoint(self, layers: int) -> dict[str, Tensor]:
+        """The same, as a checkpoint has them."""
+        found: dict[str, Tensor] = {}
+        for i, (q, kv) in enumerate(self.scales(layers)):
+            found |= {f"model.layers.{i}.self_attn.attn.{name}": torch.tensor(x) for name, x in (("q_scale", q), ("k_scale", kv))}
+        return found
 
 
 def formats(*, sm90: bool = False) -> list[Format]:
@@ -91,10 +110,11 @@ def formats(*, sm90: bool = False) -> list[Format]:
         return Target.named(family), "cpu", "reference (CPU)"
 
     sm100, sm120 = place("sm100", "FlashInfer trtllm-gen"), place("sm120", "FlashInfer sparse")
+    packed = judge.packed(quantized_query=sm120[1] == "cuda" and not sm90)
     return [
-        Format("bf16 (SM100)", "bfloat16", *sm100, judge.BF16),
-        Format("fp8 (SM100)", "fp8", *sm100, judge.fp8(Q_SCALE, KV_SCALE), Q_SCALE, KV_SCALE),
-        Format("packed (SM120)", "fp8_ds_mla", *sm120, judge.packed(quantized_query=sm120[1] == "cuda" and not sm90)),
+        Format("bf16 (SM100)", "bfloat16", *sm100, lambda q, kv: judge.BF16),
+        Format("fp8 (SM100)", "fp8", *sm100, judge.fp8, scaled=True),
+        Format("packed (SM120)", "fp8_ds_mla", *sm120, lambda q, kv: packed),
     ]
 
 
@@ -136,7 +156,6 @@ class Run:
         self.format, self.hidden_size = fmt, config.hidden_size
         self.layers = [layer.to(fmt.device) for layer in layers]
         self.engine = load_example().Engine(
-            config,
             [layer.ratio for layer in layers],
             fmt.target,
             max_requests=2,
@@ -144,25 +163,37 @@ class Run:
             max_batch_tokens=max(sum(work.query_lens.values()) for work in schedule(tokens)),
             draft_tokens=DRAFT_TOKENS,
             kv_cache_dtype=fmt.kv_cache_dtype,
-            q_scale=fmt.q_scale,
-            kv_scale=fmt.kv_scale,
+            checkpoint=fmt.checkpoint(len(layers)),
             decode_backend="reference" if fmt.target.gpu_arch == "sm_90a" else "auto",
             device=fmt.device,
         )
+        self.engine.pool.storage.fill_(0xFF)  # NaN in every format
         self.engine.attach(self.layers)
         kinds = {1: "window only", 4: f"ratio 4, best {config.index_topk}", 128: "ratio 128, all"}
         self.lines = {layer.ratio: Outcome(layer.ratio, kinds[layer.ratio], fmt, judge.Verdict()) for layer in layers}
         self.judges = [
-            judge.LayerJudge(layer.ratio, fmt.rounding, own, self.lines[layer.ratio].verdict)
-            for layer, own in zip(layers, weights, strict=True)
+            judge.LayerJudge(layer.ratio, fmt.rounding(*scales), own, self.lines[layer.ratio].verdict)
+            for layer, own, scales in zip(layers, weights, fmt.scales(len(layers)), strict=True)
         ]
 
-    def step(self, work: Work, hidden: Tensor, *, wrong_page: bool, tick: Callable[[str], None]) -> None:
+    def plant(self, fault: str, batch: Any) -> None:
+        """Puts one wrong entry into block tables of `batch`, if that is the fault."""
+        first, second = batch.step.positions[batch.step.query_start_loc_cpu[:-1]].tolist()
+        if fault == "wrong-page":  # where the first request's last full window page belongs stands one of the other request's
+            table = batch.tables[1].window_block_table
+            table[0, max(first // 64 - 1, 0)] = table[1, 0]
+        for ratio, tables in batch.tables.items():
+            if fault == "wrong-compressed-page" and ratio > 1:
+                tables.compressed_block_table[1, 0] = tables.compressed_block_table[0, 0]
+            if fault == "wrong-state-block" and ratio > 1:  # a block in which the compressor expects rows of earlier steps
+                rows = self.engine.tables[f"state_{ratio}"].group.tokens_per_block
+                tables.state_block_table[1, second // rows - 1] = self.engine.free[0]
+
+    def step(self, work: Work, hidden: Tensor, *, fault: str | None, tick: Callable[[str], None]) -> None:
         """Appends `work`'s tokens in every layer and judges their rows. `hidden` bf16 [T, hidden size]."""
         batch = self.engine.step(work.query_lens)
-        if wrong_page:  # where the first request's last full window page belongs stands one of the other request's
-            table, page = batch.tables[1].window_block_table, max(int(batch.step.positions[0]) // 64 - 1, 0)
-            table[0, page] = table[1, 0]
+        if fault:
+            self.plant(fault, batch)
         for layer, layer_judge in zip(self.layers, self.judges, strict=True):
             line = self.lines[layer.ratio]
             tick(f"{line.format.label}, {line.kind}")
@@ -209,11 +240,15 @@ def run(tokens: int, heads: int, layers: int, plant: str | None = None, *, sm90:
         hidden = [torch.randn(sum(work.query_lens.values()), config.hidden_size, dtype=torch.bfloat16) for work in steps]
         for fmt in ways:
             current = Run(fmt, modules, weights, tokens)
+            for layer in modules if plant == "wrong-scale" else ():
+                layer.mla.spec = dataclasses.replace(layer.mla.spec, kv_scale=layer.mla.spec.q_scale)
             for number, (work, rows) in enumerate(zip(steps, hidden, strict=True), 1):
+                # The compressor looks for earlier rows where a window closes, as one does in the speculative step.
+                planted = work.rejected if plant == "wrong-state-block" else number == len(steps)
                 current.step(
                     work,
                     rows.to(fmt.device),
-                    wrong_page=plant == "wrong-page" and number == len(steps),
+                    fault=plant if planted else None,
                     tick=lambda text: progress.update(task, advance=1, description=text),
                 )
             outcomes += current.lines.values()

@@ -2,10 +2,10 @@
 
 `DeepseekV4Attention` holds the layer's own projections (random weights, the sizes of V4-Flash and V4-Pro) and a `SparseMLA`,
 which does what lies between them: norm and rotation of q, the caches, the compressor, the index tables, the attention.
-`Engine` is the least an inference engine brings along: pages in random order, block tables, and the batch of a step, whose
-requests may prefill, prefill a chunk, decode, or verify speculative tokens.
+`Engine` is the least an inference engine brings along: one pool of blocks for all layers, handed out in random order, block
+tables, and the batch of a step, whose requests may prefill, prefill a chunk, decode, or verify speculative tokens.
 
-    engine = Engine(V4_FLASH, [1, 4, 128], Target.named("sm100"), max_requests=2, max_tokens=4096, max_batch_tokens=2048)
+    engine = Engine([1, 4, 128], Target.named("sm100"), max_requests=2, max_tokens=4096, max_batch_tokens=2048)
     layers = [DeepseekV4Attention(V4_FLASH, ratio, max_positions=4096) for ratio in (1, 4, 128)]
     engine.attach(layers)
     batch = engine.step({0: 1, 1: 512})  # request 0 appends one token, request 1 prefills 512
@@ -13,13 +13,13 @@ requests may prefill, prefill a chunk, decode, or verify speculative tokens.
         hidden = hidden + layer(hidden, batch)
 
 The indexer is simplified, since it only supplies ids: the real one pools each group's tokens with a compressor of its own,
-rotates and quantises; here the index key of a group is projected from the token that closes it.
+rotates and quantises; here the index key of a group is projected from the token that closes it, and kept as BF16.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cute_kernels import LayerSpec, SavePolicy, SparseMLA, StepMetadata, StepTables, Target
+from cute_kernels import AttentionScales, LayerSpec, PoolPlan, SavePolicy, SparseMLA, StepMetadata, StepTables, Target
 from cute_kernels.kv_format import resolve_format
+from cute_kernels.kv_pool import Group, LayerViews
 from cute_kernels.reference import cos_sin_table
+from cute_kernels.scales import from_state_dict
 
 HEAD_DIM, ROPE_DIM = 512, 64
 
@@ -56,28 +58,22 @@ V4_PRO = V4Config(hidden_size=7168, num_heads=128, q_lora_rank=1536, o_groups=16
 # ---------------------------------------------------------------- the engine's part
 
 
-class PagePool:
-    """The pages of one kind of cache: a block table per request, filled from a free list in random order.
+class BlockTable:
+    """The blocks of one group of layers: a row per request, filled from the free list that all groups share."""
 
-    page_rows  rows of a page; `ratio` tokens share a row
-    """
-
-    def __init__(self, requests: int, max_tokens: int, page_rows: int, ratio: int = 1) -> None:
-        self.page_rows, self.ratio = page_rows, ratio
-        columns = math.ceil(max_tokens / (page_rows * ratio))
-        self.pages = requests * columns
-        self.free = torch.randperm(self.pages).tolist()
-        self.table = torch.full((requests, columns), -1, dtype=torch.int32)
+    def __init__(self, group: Group, requests: int, max_tokens: int, free: list[int]) -> None:
+        self.group, self.free = group, free
+        self.table = torch.full((requests, group.blocks(max_tokens)), -1, dtype=torch.int32)
 
     def reserve(self, request: int, tokens: int) -> None:
-        """Gives `request` the pages of its first `tokens` tokens."""
+        """Gives `request` the blocks of its first `tokens` tokens."""
         row = self.table[request]
-        for column in range(math.ceil(tokens / (self.page_rows * self.ratio))):
+        for column in range(self.group.blocks(tokens)):
             if row[column] < 0:
                 row[column] = self.free.pop()
 
     def release(self, request: int) -> None:
-        """Takes back all pages of `request`."""
+        """Takes back all blocks of `request`."""
         row = self.table[request]
         self.free += row[row >= 0].tolist()
         row.fill_(-1)
@@ -97,35 +93,22 @@ class Batch:
         return zip(self.requests, map(slice, bounds[:-1], bounds[1:]), strict=True)
 
 
-@dataclass
-class LayerCache:
-    """What one layer keeps between steps. Any page stride.
-
-    window      [pages, 64, row] uncompressed KV rows
-    compressed  [pages, 256 / ratio, row] compressed KV rows, or None
-    state       fp32 [blocks, 4 or 8, 2W] rows of the compressor's open windows, or None
-    index_keys  bf16 [compressed slots, 128] the indexer's keys (ratio 4), or None
-    """
-
-    window: Tensor
-    compressed: Tensor | None = None
-    state: Tensor | None = None
-    index_keys: Tensor | None = None
-
-
 class Engine:
-    """Requests with their pages, and the steps they take together. All lengths are in tokens.
+    """Requests with their blocks, and the steps they take together. All lengths are in tokens.
+
+    All layers live in one pool. A block belongs to one group of layers at a time (window rows, compressed rows of one ratio with
+    index keys, open windows of one ratio) and holds a page of each of them; it returns to the free list when its request ends.
 
     max_requests      requests at a time, numbered from 0
     max_tokens        longest request
     max_batch_tokens  most rows of a step
     draft_tokens      speculative tokens of a verify step; a request that appends up to 1 + draft_tokens tokens decodes
-    kv_cache_dtype, q_scale, kv_scale   as for `LayerSpec`; decode_backend as for `SparseMLA`
+    kv_cache_dtype    as for `LayerSpec`; decode_backend as for `SparseMLA`
+    checkpoint        state dict with the layers' FP8 scales (`from_state_dict`); without them they are 1.0
     """
 
     def __init__(
         self,
-        config: V4Config,
         ratios: Sequence[int],
         target: Target,
         *,
@@ -134,89 +117,65 @@ class Engine:
         max_batch_tokens: int,
         draft_tokens: int = 0,
         kv_cache_dtype: str = "auto",
-        q_scale: float = 1.0,
-        kv_scale: float = 1.0,
+        checkpoint: Mapping[str, Tensor] | None = None,
         decode_backend: str = "auto",
         device: torch.device | str = "cpu",
     ) -> None:
         self.target, self.device, self.draft_tokens = target, device, draft_tokens
-        self.kv_cache_dtype, self.q_scale, self.kv_scale = kv_cache_dtype, q_scale, kv_scale
-        self.decode_backend = decode_backend
+        self.kv_cache_dtype, self.decode_backend = kv_cache_dtype, decode_backend
         self.lengths = [0] * max_requests
         self.metadata = StepMetadata(max_requests, max_batch_tokens, device, decode_query_len=1 + draft_tokens)
         self.ratios = sorted(set(ratios))
-        self.window_pool = PagePool(max_requests, max_tokens, 64)
-        self.compressed_pools = {r: PagePool(max_requests, max_tokens, 256 // r, r) for r in self.ratios if r != 1}
-        self.state_pools = {r: PagePool(max_requests, max_tokens, 4 if r == 4 else 8) for r in self.ratios if r != 1}
-        self.caches = self._allocate(config, ratios)
-
-    def _allocate(self, config: V4Config, ratios: Sequence[int]) -> list[LayerCache]:
-        """The caches of all layers. A block holds the pages of all layers of a kind, so a layer's pages lie a block apart."""
-        kv_format = resolve_format(self.kv_cache_dtype, self.target.family)
-
-        def pages(pool: PagePool, ratio: int | None, row: int, dtype: torch.dtype) -> Iterator[Tensor]:
-            layers = len(ratios) if ratio is None else ratios.count(ratio)
-            return iter(torch.zeros(pool.pages, layers, pool.page_rows, row, dtype=dtype, device=self.device).unbind(1))
-
-        kv_row = (kv_format.row_elements, kv_format.dtype)
-        window = pages(self.window_pool, None, *kv_row)
-        compressed = {r: pages(pool, r, *kv_row) for r, pool in self.compressed_pools.items()}
-        state = {r: pages(pool, r, 2 * state_width(r), torch.float32) for r, pool in self.state_pools.items()}
-        caches = []
-        for ratio in ratios:
-            cache = LayerCache(next(window))
-            if ratio != 1:
-                cache.compressed, cache.state = next(compressed[ratio]), next(state[ratio])
-            if ratio == 4:
-                slots = self.compressed_pools[4].pages * self.compressed_pools[4].page_rows
-                cache.index_keys = torch.zeros(slots, config.index_dim, dtype=torch.bfloat16, device=self.device)
-            caches.append(cache)
-        return caches
+        kv_format = resolve_format(kv_cache_dtype, target.family)
+        self.scales = from_state_dict(checkpoint or {}, len(ratios), kv_format)
+        plan = PoolPlan.of(ratios, kv_format, index_keys="bf16")
+        # The simplified indexer keeps no open windows of its own, so nobody asks for blocks of that group.
+        groups = [group for name, group in plan.groups.items() if name != "index_state"]
+        self.pool = plan.allocate(max_requests * sum(group.blocks(max_tokens) for group in groups), device)
+        self.free = torch.randperm(self.pool.blocks).tolist()
+        self.tables = {group.name: BlockTable(group, max_requests, max_tokens, self.free) for group in groups}
+        self.caches = [self.pool.layer(number) for number in range(len(ratios))]
 
     def attach(self, layers: Sequence[DeepseekV4Attention]) -> None:
-        """Gives each layer its cache, and loads or compiles the kernels it can need."""
-        for layer, cache in zip(layers, self.caches, strict=True):
-            layer.attach(cache, self)
+        """Gives each layer its caches and scales, and loads or compiles the kernels it can need."""
+        for layer, cache, scales in zip(layers, self.caches, self.scales, strict=True):
+            layer.attach(cache, scales, self)
 
     def step(self, query_lens: dict[int, int]) -> Batch:
         """The batch in which each request r appends `query_lens[r]` tokens. Those that decode go first."""
         requests = sorted(query_lens, key=lambda r: query_lens[r] > 1 + self.draft_tokens)
         for request in requests:
             self.lengths[request] += query_lens[request]
-            for pool in self._pools():
-                pool.reserve(request, self.lengths[request])
+            for table in self.tables.values():
+                table.reserve(request, self.lengths[request])
         step = self.metadata.update([query_lens[r] for r in requests], [self.lengths[r] for r in requests])
 
-        def block_table(pool: PagePool) -> Tensor:
-            return pool.table[requests].to(self.device)
-
-        window = block_table(self.window_pool)
-        tables = {}
-        for ratio in self.ratios:
-            compressor: dict[str, Any] = {}
-            if ratio != 1:
-                compressed, state = self.compressed_pools[ratio], self.state_pools[ratio]
-                compressor = {
-                    "compressed_block_table": block_table(compressed),
-                    "compressed_page_rows": compressed.page_rows,
-                    "state_block_table": block_table(state),
-                    "state_block_rows": state.page_rows,
-                }
-            tables[ratio] = StepTables.of(step, window, self.window_pool.page_rows, ratio=ratio, **compressor)
+        blocks = {name: table.table[requests].to(self.device) for name, table in self.tables.items()}
+        tokens = {name: table.group.tokens_per_block for name, table in self.tables.items()}
+        tables = {
+            ratio: StepTables.of(
+                step,
+                blocks["window"],
+                tokens["window"],
+                ratio=ratio,
+                compressed_block_table=blocks.get(f"ratio_{ratio}"),
+                compressed_page_rows=tokens.get(f"ratio_{ratio}", 0) // ratio,
+                state_block_table=blocks.get(f"state_{ratio}"),
+                state_block_rows=tokens.get(f"state_{ratio}", 0),
+            )
+            for ratio in self.ratios
+        }
         return Batch(requests, step, tables)
-
-    def _pools(self) -> list[PagePool]:
-        return [self.window_pool, *self.compressed_pools.values(), *self.state_pools.values()]
 
     def reject(self, request: int, tokens: int) -> None:
         """Forgets the last `tokens` (speculative) tokens of `request`; later steps overwrite what they stored."""
         self.lengths[request] -= tokens
 
     def finish(self, request: int) -> None:
-        """Ends `request` and takes back its pages."""
+        """Ends `request` and takes back its blocks."""
         self.lengths[request] = 0
-        for pool in self._pools():
-            pool.release(request)
+        for table in self.tables.values():
+            table.release(request)
 
 
 # ---------------------------------------------------------------- the model's part
@@ -268,13 +227,16 @@ def choose_groups(
 ) -> Tensor:
     """Stores the index keys of the groups that this step closes, and chooses groups for each row. T rows, R requests.
 
-    queries bf16 [T, index heads, index dim]; weights fp32 [T, index heads]; new_keys bf16 [T, index dim]; keys: the cache, by slot;
+    queries bf16 [T, index heads, index dim]; weights fp32 [T, index heads]; new_keys bf16 [T, index dim];
+    keys bf16 [blocks, rows, index dim], the cache;
     kv_slots int64 [T], negative where a row closes no group; compressed_block_table int32 [R, columns]; positions int64 [T]
 
     Returns ids int32 [T, topk]: numbers of compressed rows within the request, best first, then -1.
     """
+    page_rows = keys.shape[1]
     closing = kv_slots >= 0
-    keys[kv_slots[closing]] = new_keys[closing]
+    slots = kv_slots[closing]
+    keys[slots // page_rows, slots % page_rows] = new_keys[closing]
     ids = torch.full((len(queries), topk), -1, dtype=torch.int32, device=queries.device)
     bounds = query_start_loc_cpu.tolist()
     for request, rows in enumerate(map(slice, bounds[:-1], bounds[1:])):
@@ -283,8 +245,8 @@ def choose_groups(
         if count == 0:
             continue
         group = torch.arange(count, device=queries.device)
-        slots = compressed_block_table[request, group // 64].long() * 64 + group % 64
-        affinity = torch.einsum("thd,nd->thn", queries[rows], keys[slots])
+        blocks = compressed_block_table[request, group // page_rows]
+        affinity = torch.einsum("thd,nd->thn", queries[rows], keys[blocks, group % page_rows])
         score = torch.einsum("thn,th->tn", F.relu(affinity).float(), weights[rows])
         best = score.masked_fill(group >= visible[:, None], -math.inf).topk(min(topk, count))
         ids[rows, : best.indices.shape[1]] = best.indices.int().masked_fill(best.values == -math.inf, -1)
@@ -351,9 +313,9 @@ class DeepseekV4Attention(nn.Module):
         self.register_buffer("cos_sin", cos_sin_table(max_positions, ratio=ratio))
         self.requires_grad_(False)
 
-    def attach(self, cache: LayerCache, engine: Engine) -> None:
-        """Binds the layer's cache and weights; from here on its tensors stay where they are."""
-        self.index_keys = cache.index_keys
+    def attach(self, cache: LayerViews, scales: AttentionScales, engine: Engine) -> None:
+        """Binds the layer's caches and weights; from here on its tensors stay where they are."""
+        self.index_keys = None if cache.index_keys is None else cache.index_keys[..., : self.config.index_dim]
         spec = LayerSpec(
             ratio=self.ratio,
             num_heads=self.config.num_heads,
@@ -361,9 +323,9 @@ class DeepseekV4Attention(nn.Module):
             eps=self.config.eps,
             max_seq_len=self.max_positions,
             index_topk=self.config.index_topk,
-            q_scale=engine.q_scale,
-            kv_scale=engine.kv_scale,
             save=SavePolicy(rollback=engine.draft_tokens),
+            q_scale=scales.q_scale,
+            kv_scale=scales.kv_scale,
         )
         compressor: dict[str, Any] = {} if self.ratio == 1 else {"ape": self.ape, "norm_weight": self.compressor_norm.weight}
         self.mla = SparseMLA(

@@ -145,11 +145,10 @@ def kernels(layer: DeepseekV4Attention, target: Target) -> list[KernelSpec]:
     return sorted(set(layer.mla.spec.specs(target)), key=str)
 
 
-def engine(config: V4Config, ratios: Sequence[int], target: Target, device: torch.device, decode_backend: str) -> Engine:
+def engine(ratios: Sequence[int], target: Target, device: torch.device, decode_backend: str) -> Engine:
     """Caches and steps; the same pages on every rank that has the same seed."""
     torch.manual_seed(1)
     return Engine(
-        config,
         ratios,
         target,
         max_requests=2,
@@ -172,8 +171,8 @@ def errors(
     whole = DeepseekV4Attention(shard.whole, ratio, max_positions=96).to(device)
     split = TensorParallelAttention(shard, ratio, max_positions=96).to(device).load_whole(whole.state_dict())
     compiled, engines = cache.stats.compiled, []
-    for layer, config in ((whole, shard.whole), (split, shard.config)):
-        engines.append(engine(config, [ratio], target, device, decode_backend))
+    for layer in (whole, split):
+        engines.append(engine([ratio], target, device, decode_backend))
         engines[-1].attach([layer])  # on a GPU this loads or compiles the layer's kernels
     if compile_only:
         for spec in kernels(split, target):

@@ -70,7 +70,6 @@ def run(steps, ratio, fmt, through, config=SMALL):
     torch.manual_seed(0)
     layer = example.DeepseekV4Attention(config, ratio, max_positions=192)
     engine = example.Engine(
-        config,
         [ratio],
         fmt.target,
         max_requests=2,
@@ -78,8 +77,7 @@ def run(steps, ratio, fmt, through, config=SMALL):
         max_batch_tokens=192,
         draft_tokens=DRAFT,
         kv_cache_dtype=fmt.kv_cache_dtype,
-        q_scale=fmt.q_scale,
-        kv_scale=fmt.kv_scale,
+        checkpoint=fmt.checkpoint(1),
     )
     engine.attach([layer])
     got = {0: [], 1: []}
@@ -152,7 +150,7 @@ def test_the_whole_layer_runs_chunked_as_in_one_go():
 def test_the_indexer_chooses_the_best_closed_groups():
     torch.manual_seed(1)
     layer = example.DeepseekV4Attention(SMALL, 4, max_positions=192)
-    engine = example.Engine(SMALL, [4], Target.named("sm100"), max_requests=2, max_tokens=192, max_batch_tokens=192)
+    engine = example.Engine([4], Target.named("sm100"), max_requests=2, max_tokens=192, max_batch_tokens=192)
     engine.attach([layer])
     hidden = torch.randn(100, SMALL.hidden_size).bfloat16()
     ids = layer.project(hidden, engine.step({0: 100})).ids
@@ -174,7 +172,7 @@ def test_the_indexer_chooses_the_best_closed_groups():
 def test_output_undoes_the_rotation_before_it_projects(ratio):
     torch.manual_seed(2)
     layer = example.DeepseekV4Attention(SMALL, ratio, max_positions=192)
-    engine = example.Engine(SMALL, [ratio], Target.named("sm100"), max_requests=2, max_tokens=192, max_batch_tokens=192)
+    engine = example.Engine([ratio], Target.named("sm100"), max_requests=2, max_tokens=192, max_batch_tokens=192)
     batch = engine.step({0: 70, 1: 3})
     x = torch.randn(73, SMALL.num_heads, 512).double()
     layer.o_down, layer.o_up = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()]), torch.nn.Identity()
@@ -199,29 +197,55 @@ def test_the_projections_have_the_models_sizes(config, hidden, q_lora, heads, gr
             assert ("indexer.query.weight" in shapes) == (ratio == 4)
 
 
-def test_pages_are_handed_out_in_random_order_and_come_back():
+def small_engine(requests: int, max_tokens: int, max_batch_tokens: int = 400):
+    return example.Engine(
+        [1, 4, 128, 4], Target.named("sm120"), max_requests=requests, max_tokens=max_tokens, max_batch_tokens=max_batch_tokens
+    )
+
+
+def test_blocks_are_handed_out_in_random_order_and_come_back():
     torch.manual_seed(3)
-    pool = example.PagePool(requests=3, max_tokens=1000, page_rows=64, ratio=4)
-    assert pool.pages == 3 * 4 and pool.table.shape == (3, 4)
-    pool.reserve(0, 1)
-    assert (pool.table[0] >= 0).tolist() == [True, False, False, False]
-    pool.reserve(0, 257)
-    pool.reserve(2, 1000)
-    owned = pool.table[pool.table >= 0].tolist()
-    assert len(owned) == len(set(owned)) == 6 and len(pool.free) == 6 and not set(owned) & set(pool.free)
+    engine = small_engine(3, 1000)
+    blocks, free = engine.tables["ratio_4"], engine.free
+    assert sorted(free) == list(range(engine.pool.blocks)) and blocks.table.shape == (3, 4)
+    blocks.reserve(0, 1)
+    assert (blocks.table[0] >= 0).tolist() == [True, False, False, False]
+    blocks.reserve(0, 257)
+    blocks.reserve(2, 1000)
+    owned = blocks.table[blocks.table >= 0].tolist()
+    assert len(owned) == len(set(owned)) == 6 and sorted([*free, *owned]) == list(range(engine.pool.blocks))
     assert owned != sorted(owned)
-    before = pool.table[2].clone()
-    pool.reserve(2, 999)
-    assert torch.equal(pool.table[2], before)
-    pool.release(2)
-    assert (pool.table[2] == -1).all() and sorted([*pool.free, *pool.table[0][:2].tolist()]) == list(range(12))
+    before = blocks.table[2].clone()
+    blocks.reserve(2, 999)
+    assert torch.equal(blocks.table[2], before)
+    blocks.release(2)
+    assert (blocks.table[2] == -1).all() and sorted([*free, *blocks.table[0][:2].tolist()]) == list(range(engine.pool.blocks))
 
 
-def test_a_finished_request_leaves_its_pages_to_the_next():
+def test_a_block_has_one_owner_and_may_change_its_group():
     torch.manual_seed(4)
-    engine = example.Engine(SMALL, [1, 4, 128], Target.named("sm120"), max_requests=2, max_tokens=192, max_batch_tokens=400)
+    engine, seen = small_engine(2, 192), {}
     for _ in range(5):
         engine.step({0: 192, 1: 100})
+        owners = [(b, name) for name, table in engine.tables.items() for b in table.table[table.table >= 0].tolist()]
+        assert len(owners) == len({b for b, _ in owners})
+        assert set(engine.tables) == {
+            "window",
+            "ratio_4",
+            "ratio_128",
+            "state_4",
+            "state_128",
+        }
+        assert not {b for b, _ in owners} & set(engine.free)
+        for block, name in owners:
+            seen.setdefault(block, set()).add(name)
         engine.finish(0)
         engine.finish(1)
-    assert engine.lengths == [0, 0] and all(len(pool.free) == pool.pages for pool in engine._pools())
+    assert any(len(names) > 1 for names in seen.values())
+    assert engine.lengths == [0, 0] and sorted(engine.free) == list(range(engine.pool.blocks))
+
+
+def test_all_requests_at_their_longest_fit():
+    engine = small_engine(3, 192, 600)
+    engine.step({0: 192, 1: 192, 2: 192})
+    assert not engine.free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from cute_kernels import Target, demo
+from cute_kernels.kv_pool import LayerViews
 
 example = demo.load_example()
 SMALL = example.V4Config(
@@ -30,21 +32,32 @@ class Model(torch.nn.Module):
         return hidden
 
 
-def run(ratios, family, kv_cache_dtype, steps, compiled):
-    """The outputs of each step, and all caches after the last."""
+def apart(views):
+    """Caches like these in memory of their own, without the state that the simplified indexer does not have.
+
+    AOTAutograd refuses graph inputs that are written to and are views of one memory with different dtypes, as a pool's are.
+    """
+    kept = {name: view.clone() for name, view in vars(views).items() if view is not None and name != "index_state"}
+    return LayerViews(**kept)
+
+
+def run(ratios, family, kv_cache_dtype, steps, compiled, *, pooled=False):
+    """The outputs of each step, and all caches after the last (pooled: the bytes of the pool)."""
     torch.manual_seed(0)
     model = Model(ratios)
-    scales = {"q_scale": 0.05, "kv_scale": 0.037} if kv_cache_dtype == "fp8" and family == "sm100" else {}
+    scales = {"layers.0.attn.q_scale": 0.05, "layers.0.attn.kv_scale": 0.037} if kv_cache_dtype == "fp8" else {}
     sizes = {"max_requests": 2, "max_tokens": 192, "max_batch_tokens": 192, "draft_tokens": 3}
-    engine = example.Engine(SMALL, ratios, Target.named(family), kv_cache_dtype=kv_cache_dtype, **sizes, **scales)
+    engine = example.Engine(ratios, Target.named(family), kv_cache_dtype=kv_cache_dtype, checkpoint=scales, **sizes)
+    if not pooled:
+        engine.caches = [apart(views) for views in engine.caches]
     engine.attach(model.layers)
     forward = compiled(model) if compiled else model
     outputs = []
     for seed, lens in enumerate(steps):
         rows = torch.randn(sum(lens.values()), SMALL.hidden_size, generator=torch.Generator().manual_seed(seed)).bfloat16()
         outputs.append(forward(rows, engine.step(lens)))
-    caches = [t.float() for cache in engine.caches for t in vars(cache).values() if t is not None]
-    return outputs, caches
+    caches = [t.float() for views in engine.caches for t in vars(views).values() if t is not None]
+    return outputs, [engine.pool.storage] if pooled else caches
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +80,16 @@ def test_a_layer_is_traced_whole_and_gives_what_eager_gives(ratio, family, kv_ca
         assert want.isfinite().all() and torch.equal(got, want)
     assert all(bool(cache.any()) for cache in after)
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 1
+
+
+def test_layers_in_one_pool_are_traced_whole():
+    """By dynamo; see `apart` for what AOTAutograd makes of a pool."""
+    ratios, steps = [1, 4, 128], (PROMPTS, VERIFY)
+    dynamo_alone = functools.partial(torch.compile, fullgraph=True, backend="eager")
+    (eager, before), (traced, after) = (run(ratios, "sm100", "fp8", steps, c, pooled=True) for c in (None, dynamo_alone))
+    for want, got in zip([*eager, *before], [*traced, *after], strict=True):
+        assert torch.equal(got, want)
+    assert bool(after[0].any()) and not counters["graph_break"]
 
 
 def test_steps_of_any_size_share_a_graph():
@@ -98,7 +121,7 @@ def test_the_indexers_operator_is_registered_right():
         "queries": torch.randn(7, 4, 32).bfloat16(),
         "weights": torch.randn(7, 4),
         "new_keys": torch.randn(7, 32).bfloat16(),
-        "keys": torch.zeros(128, 32, dtype=torch.bfloat16),
+        "keys": torch.zeros(2, 80, 32, dtype=torch.bfloat16)[:, :64],
         "kv_slots": torch.tensor([-1, 64, -1, -1, -1, 65, 3]),
         "compressed_block_table": torch.tensor([[1], [0]], dtype=torch.int32),
         "positions": torch.tensor([2, 3, 4, 5, 6, 7, 15]),
@@ -109,4 +132,4 @@ def test_the_indexers_operator_is_registered_right():
     torch.library.opcheck(operator, (), given, test_utils=("test_schema", "test_autograd_registration", "test_faketensor"))
     ids = operator(**given)
     assert ids.dtype == torch.int32 and (ids >= 0).sum(1).tolist() == [0, 1, 1, 1, 1, 2, 3]
-    assert torch.equal(given["keys"][[64, 65, 3]], given["new_keys"][[1, 5, 6]])
+    assert torch.equal(given["keys"][[1, 1, 0], [0, 1, 3]], given["new_keys"][[1, 5, 6]])
