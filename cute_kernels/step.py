@@ -167,16 +167,17 @@ class StepMetadata:
         """
         if not hasattr(self, "_query_start_loc"):
             raise InvalidArgument("update", "a step over tensors of another", "a step with buffers of its own")
-        lens = torch.as_tensor(query_lens, dtype=torch.int64)
+        lens = _lengths("query_lens", query_lens, torch.int64)
         if lens.dim() != 1 or lens.device.type != "cpu":
             raise InvalidArgument("query_lens", f"shape {list(lens.shape)} on {lens.device}", "one int per request, on the CPU")
         if len(lens) > self.max_requests:
             raise InvalidArgument("query_lens", f"{len(lens)} requests", f"at most max_requests={self.max_requests}")
-        if len(lens) and int(lens.min()) < 0:
-            raise InvalidArgument("query_lens", int(lens.min()), "lengths >= 0")
+        if len(lens) and not 0 <= int(lens.min()) <= int(lens.max()) < 2**31:
+            wrong = int(lens.min()) if int(lens.min()) < 0 else int(lens.max())
+            raise InvalidArgument("query_lens", wrong, "lengths >= 0" if wrong < 0 else "lengths < 2^31")
         if int(lens.sum()) > self.max_tokens:
             raise InvalidArgument("query_lens", f"{int(lens.sum())} rows", f"at most max_tokens={self.max_tokens}")
-        seq = torch.as_tensor(seq_lens, dtype=None if isinstance(seq_lens, torch.Tensor) else torch.int32)
+        seq = seq_lens if isinstance(seq_lens, torch.Tensor) else _lengths("seq_lens", seq_lens, torch.int32)
         if seq.dtype != torch.int32 or tuple(seq.shape) != tuple(lens.shape):
             raise InvalidArgument("seq_lens", f"{seq.dtype} {list(seq.shape)}", f"torch.int32 [{len(lens)}], one entry per query length")
         short = ((seq < lens) & (seq != 0)).nonzero().flatten().tolist() if seq.device.type == "cpu" else []
@@ -199,7 +200,8 @@ class StepMetadata:
         self.token_to_req.copy_(token_to_req, non_blocking=True)
         if positions is None:
             starts = self.seq_lens - self.query_start_loc[1:]  # position = starts[r] + t
-            positions = torch.arange(total, device=self.device) + starts[self.token_to_req.long()]
+            owners = self.token_to_req.long().clamp(0, max(len(lens) - 1, 0))  # a padding row may name any request
+            positions = torch.arange(total, device=self.device) + starts[owners]
         self.positions.copy_(positions.clamp(min=0), non_blocking=True)
         self._once.clear()
         return self
@@ -299,6 +301,21 @@ class StepMetadata:
         return self._kept[key]
 
 
+def _lengths(name: str, values: Sequence[int] | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers as a tensor; nothing is rounded to one."""
+    wanted = f"ints that {dtype} holds"
+    try:
+        given = values if isinstance(values, torch.Tensor) else torch.as_tensor(values if len(values) else torch.empty(0, dtype=dtype))
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidArgument(name, repr(values), wanted) from error
+    if given.dtype.is_floating_point or given.dtype.is_complex or given.dtype == torch.bool:
+        raise InvalidArgument(name, f"{given.dtype} numbers", wanted)
+    converted = given.to(dtype)
+    if given.device.type == "cpu" and not torch.equal(converted.to(given.dtype), given):
+        raise InvalidArgument(name, f"{given.dtype} numbers", wanted)
+    return converted
+
+
 def slot_mapping(step: StepMetadata, block_table: torch.Tensor, page_rows: int, *, ratio: int = 1) -> torch.Tensor:
     """Slots of this step's rows in a paged pool, from its block table.
 
@@ -308,21 +325,31 @@ def slot_mapping(step: StepMetadata, block_table: torch.Tensor, page_rows: int, 
     ratio        1: every row has a slot (window cache, state pool); 4 or 128: the compressed cache, where row t has a slot
                  iff it closes a group, (position + 1) % ratio == 0
 
-    Returns int64 [T]; -1 for rows without a slot, for rows of padding requests (sequence length 0), for negative table entries
-    and past the end of the table. Does not synchronise. Slots are defined in docs/spec.md, entry e of a
-    request lies in page block_table[request, e // page_rows].
+    Returns int64 [T]; -1 for rows without a slot, for rows of padding requests (sequence length 0) and of requests that the step
+    does not have, for negative table entries and past the end of the table. Does not synchronise. Slots are defined in docs/spec.md:
+    entry e of a request lies in page block_table[request, e // page_rows].
     """
+    if not isinstance(block_table, torch.Tensor):
+        raise InvalidArgument("block_table", f"a {type(block_table).__name__}", f"torch.int32 [>={step.num_requests}, n]")
     if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.shape[0] < step.num_requests:
         raise InvalidArgument("block_table", f"{block_table.dtype} {list(block_table.shape)}", f"torch.int32 [>={step.num_requests}, n]")
     if block_table.device != step.positions.device:
         raise InvalidArgument("block_table", f"device {block_table.device}", f"{step.positions.device}, where the step is")
-    if page_rows < 1 or ratio < 1:
-        raise InvalidArgument("page_rows" if page_rows < 1 else "ratio", min(page_rows, ratio), "an int >= 1")
-    if block_table.shape[1] == 0 or step.num_tokens == 0:
+    for name, value in (("page_rows", page_rows), ("ratio", ratio)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidArgument(name, repr(value), "an int >= 1")
+    if block_table.shape[1] == 0 or step.num_tokens == 0 or step.num_requests == 0:
         return torch.full((step.num_tokens,), -1, dtype=torch.int64, device=step.positions.device)
-    request = step.token_to_req.long()
+    owner = step.token_to_req.long()
+    request = owner.clamp(0, step.num_requests - 1)
     entry = step.positions // ratio
     column = entry // page_rows
     page = block_table[request, column.clamp(max=block_table.shape[1] - 1)].long()
-    real = (step.seq_lens[request] > 0) & ((step.positions + 1) % ratio == 0) & (column < block_table.shape[1]) & (page >= 0)
+    real = (
+        (owner == request)
+        & (step.seq_lens[request] > 0)
+        & ((step.positions + 1) % ratio == 0)
+        & (column < block_table.shape[1])
+        & (page >= 0)
+    )
     return torch.where(real, page * page_rows + entry % page_rows, -1)

@@ -103,6 +103,15 @@ def test_a_capture_builds_its_own_tables(monkeypatch):
         (([1, 4], [3, 3]), "seq_lens: got 3 for request 1, expected 0, or at least its 4 query rows"),
         (([1], [-1]), "seq_lens: got -1"),
         (([1], torch.tensor([3])), r"seq_lens: got torch.int64"),
+        (([1.5], [3]), "query_lens: got torch.float32 numbers"),
+        ((torch.tensor([1.0]), [3]), "query_lens: got torch.float32 numbers"),
+        (([True], [3]), "query_lens: got torch.bool numbers"),
+        ((["1"], [3]), "query_lens: got"),
+        ((None, [3]), "query_lens: got None"),
+        (([2**62, 2**62], [3, 3]), "query_lens: got 4611686018427387904, expected lengths < 2"),
+        (([2**63], [3]), "query_lens: got"),
+        (([1], [3.7]), "seq_lens: got torch.float32 numbers"),
+        (([1], [2**31]), "seq_lens: got torch.int64 numbers"),
     ],
 )
 def test_wrong_updates(arguments, named):
@@ -128,6 +137,19 @@ def test_wrong_arguments():
             slot_mapping(step, wrong, 4)
     with pytest.raises(ck.InvalidArgument, match="page_rows"):
         slot_mapping(step, table, 0)
+    with pytest.raises(ck.InvalidArgument, match="page_rows"):
+        slot_mapping(step, table, 4.0)
+    with pytest.raises(ck.InvalidArgument, match="block_table"):
+        slot_mapping(step, None, 4)
     with pytest.raises(ck.InvalidArgument, match="ratio"):
         slot_mapping(step, table, 4, ratio=0)
     assert slot_mapping(step, table[:, :0], 4).tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("nobody", [-1, 2, 2**31 - 1, -(2**31)])
+def test_padding_rows_of_no_request_have_no_slot(nobody):
+    """An engine's own request map may name anything in a padding row: it reads nothing out of range, and gets nobody's slot."""
+    step = StepMetadata(2, 8, "cpu")
+    step.update([1, 2], [5, 4], token_to_req=torch.tensor([0, 1, nobody], dtype=torch.int32))
+    assert step.positions[:2].tolist() == [4, 2]
+    assert slot_mapping(step, torch.tensor([[7, 8], [5, 6]], dtype=torch.int32), 4).tolist() == [32, 22, -1]
