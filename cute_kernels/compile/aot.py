@@ -20,6 +20,7 @@ from cute_kernels.compile import build, cache, loader
 from cute_kernels.compile.fingerprint import source_fingerprint, versions
 from cute_kernels.compile.packs import LAYOUT, MANIFEST
 from cute_kernels.compile.spec import KernelSpec
+from cute_kernels.compile.store import seal
 from cute_kernels.errors import CompileError, InvalidArgument
 
 Progress = Callable[[KernelSpec, dict[str, Any]], None]
@@ -87,6 +88,7 @@ def compile_pack(specs: Sequence[KernelSpec], out: Path, *, workers: int = 2, pr
             "seconds": round(time.perf_counter() - started, 1),
             "kernels": kernels,
         }
+        manifest["seal"] = seal(manifest)
         (scratch / MANIFEST).write_text(json.dumps(manifest, indent=1))
         os.replace(scratch / MANIFEST, out / MANIFEST)
     for other in out.glob("kernels-*.so"):

@@ -26,22 +26,27 @@ class Pack:
     """One opened pack. The library is loaded, and its checksum compared, when its first kernel is asked for."""
 
     def __init__(self, folder: Path) -> None:
-        from cute_kernels.compile.store import checksum
+        from cute_kernels.compile.store import checksum, seal
 
         self.folder = folder
         try:
             self.manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
             layout, machine = self.manifest["layout"], self.manifest["machine"]
             self.gpu_arch: str = self.manifest["gpu_arch"]
-            self._rows = {(json.dumps(k["spec"], sort_keys=True), k["source"]): k for k in self.manifest["kernels"]}
+            self._rows = {(json.dumps(k["spec"], sort_keys=True), k["source"]): str(k["symbol"]) for k in self.manifest["kernels"]}
+            self.families = {str(k["spec"]["family"]) for k in self.manifest["kernels"]}
             self.library, wanted = folder / self.manifest["library"], self.manifest["sha256"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            sealed = {name: value for name, value in self.manifest.items() if name != "seal"}
+            untouched = self.manifest.get("seal", seal(sealed)) == seal(sealed)  # packs of earlier versions have none
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise PackError(f"{folder} is no AOT pack: {error!r}", hint="build one with `python -m cute_kernels compile`") from error
         if layout != LAYOUT or machine != platform.machine():
             raise PackError(
                 f"{folder} has layout {layout} for {machine}, expected layout {LAYOUT} for {platform.machine()}",
                 hint="build it again with this version on this kind of machine",
             )
+        if not untouched:
+            raise PackError(f"{folder / MANIFEST} was changed after it was written: its seal does not fit", hint="build the pack again")
         try:
             intact = checksum(self.library) == wanted
         except OSError:
@@ -49,10 +54,6 @@ class Pack:
         if not intact:
             raise PackError(f"{self.library} is missing or damaged: its checksum is not the manifest's", hint="build the pack again")
         self._module: Any = None
-
-    @property
-    def families(self) -> set[str]:
-        return {k["spec"]["family"] for k in self.manifest["kernels"]}
 
     def serves(self, target: Target) -> bool:
         """Whether code in this pack runs on the target's device."""
@@ -69,16 +70,22 @@ class Pack:
         return self
 
     def find(self, spec: KernelSpec) -> Kernel | None:
-        """The kernel of `spec`, built for any architecture of this pack that its device runs, from the same sources; else None."""
+        """The kernel of `spec`, built for any architecture of this pack that its device runs, from the same sources; else None.
+
+        `PackError` where the library, or its function, went away after the pack was opened.
+        """
         if not self.serves(spec.target):
             return None
         mine = dataclasses.replace(spec, target=Target(spec.target.family, self.gpu_arch))
-        row = self._rows.get((json.dumps(mine.fields(), sort_keys=True), source_fingerprint(spec.module)))
-        if row is None:
+        symbol = self._rows.get((json.dumps(mine.fields(), sort_keys=True), source_fingerprint(spec.module)))
+        if symbol is None:
             return None
-        if self._module is None:
-            self._module = loader.load_library(self.library)
-        return self._module[row["symbol"]]
+        try:
+            if self._module is None:
+                self._module = loader.load_library(self.library)
+            return self._module[symbol]
+        except (OSError, RuntimeError, AttributeError) as error:
+            raise PackError(f"{self.library} does not load: {error}", hint="build the pack again") from error
 
 
 def folders() -> list[Path]:
@@ -107,7 +114,11 @@ def find(spec: KernelSpec) -> tuple[Kernel | None, str]:
     opened = [p for p in map(_opened, folders()) if p is not None]
     serving = [p for arch in spec.target.pack_architectures for p in opened if p.gpu_arch == arch and p.serves(spec.target)]
     for pack in serving:
-        kernel = pack.find(spec)
+        try:
+            kernel = pack.find(spec)
+        except PackError as error:
+            _note(f"pack ignored: {error}")
+            continue
         if kernel is not None:
             return kernel, ""
     if not opened:

@@ -86,7 +86,7 @@ class Store:
             manifest = json.loads((folder / MANIFEST).read_bytes())
             ok = (
                 manifest["key"] == key
-                and manifest.pop("seal") == _seal(manifest)
+                and manifest.pop("seal") == seal(manifest)
                 and all(checksum(folder / name) == wanted for name, wanted in manifest["files"].items())
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -215,11 +215,12 @@ def compiled_object(folder: Path, manifest: dict[str, Any]) -> CompiledObject:
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """Add the checksums of the files in `folder` to a manifest, seal it with its own, and write it beside them."""
     manifest = {**manifest, "files": {p.name: checksum(p) for p in sorted(folder.iterdir())}}
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "seal": _seal(manifest)}, indent=1))
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "seal": seal(manifest)}, indent=1))
     return manifest
 
 
-def _seal(manifest: dict[str, Any]) -> str:
+def seal(manifest: dict[str, Any]) -> str:
+    """Checksum of a manifest's contents."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import env
-from cute_kernels.compile import aot, cache, fingerprint, freeze, packs
+from cute_kernels.compile import aot, cache, fingerprint, freeze, packs, store
 from cute_kernels.compile.spec import KernelSpec
 from cute_kernels.errors import InvalidArgument, MissingKernel, PackError
 from cute_kernels.target import Target
@@ -55,8 +55,25 @@ def forget() -> None:
 
 
 def edit(folder: Path, **changes: object) -> None:
+    """Another manifest, with a seal that fits it."""
     path = folder / packs.MANIFEST
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    manifest = {**json.loads(path.read_text()), **changes}
+    del manifest["seal"]
+    path.write_text(json.dumps({**manifest, "seal": store.seal(manifest)}))
+
+
+def rows(folder: Path, **changes: object) -> None:
+    """Every kernel's row changed; None: left out."""
+    kernels = json.loads((folder / packs.MANIFEST).read_text())["kernels"]
+    edit(folder, kernels=[{k: v for k, v in {**row, **changes}.items() if v is not None} for row in kernels])
+
+
+def swap_symbols(folder: Path) -> None:
+    path = folder / packs.MANIFEST
+    manifest = json.loads(path.read_text())
+    first, second = manifest["kernels"]
+    first["symbol"], second["symbol"] = second["symbol"], first["symbol"]
+    path.write_text(json.dumps(manifest))
 
 
 def test_manifest_and_files(built: tuple[Path, dict, list[KernelSpec]]) -> None:
@@ -187,6 +204,11 @@ def damage_library(folder: Path) -> None:
         (lambda folder: (folder / packs.MANIFEST).unlink(), "is no AOT pack"),
         (lambda folder: edit(folder, machine="vax"), "for vax"),
         (lambda folder: edit(folder, layout=99), "layout 99"),
+        (lambda folder: (folder / packs.MANIFEST).write_text("[" * 100_000), "is no AOT pack"),
+        (lambda folder: rows(folder, symbol=None), "is no AOT pack"),
+        (lambda folder: rows(folder, spec={"factor": 2}), "is no AOT pack"),
+        (lambda folder: rows(folder, spec="scale"), "is no AOT pack"),
+        (swap_symbols, "its seal does not fit"),
     ],
 )
 def test_a_bad_pack_is_refused_and_ignored(pack: Path, damage, says: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -207,3 +229,23 @@ def test_packs_are_found_by_variable_and_in_the_checkout(monkeypatch: pytest.Mon
     monkeypatch.setattr(packs, "__file__", str(checkout / "cute_kernels" / "compile" / "packs.py"))
     own = [checkout / "build" / "packs" / name for name in ("sm_100f", "sm_120f")]
     assert packs.folders() == [tmp_path / "a", tmp_path / "b", *own]
+
+
+@pytest.mark.parametrize("how", ["library gone", "function gone"])
+def test_a_pack_that_breaks_after_it_was_opened_is_ignored(pack: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+    if how == "function gone":
+        rows(pack, symbol="nothing_of_this_name")
+    assert packs._opened(pack) is not None
+    if how == "library gone":
+        next(pack.glob("*.so")).unlink()
+    with freeze.frozen(), caplog.at_level(logging.WARNING), pytest.raises(MissingKernel):
+        cache.get(SPECS[0])
+    assert "does not load" in caplog.text
+
+
+def test_packs_of_earlier_versions_have_no_seal(pack: Path) -> None:
+    path = pack / packs.MANIFEST
+    manifest = json.loads(path.read_text())
+    del manifest["seal"]
+    path.write_text(json.dumps(manifest))
+    assert packs.Pack(pack).find(SPECS[0]) is not None
