@@ -7,7 +7,6 @@ which walk through several sets of inputs, and a figure is the median of REPLAYS
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,19 +44,6 @@ def microseconds(launches: Sequence[Launch], count: int = LAUNCHES) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return statistics.median(times) / count * 1e3
-
-
-def host_microseconds(launch: Launch, calls: int = 200) -> float:
-    """Median time that one eager call keeps the host busy, in µs: batches of 10 calls, the device idle before each."""
-    times = []
-    for _ in range(calls // 10):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        for _ in range(10):
-            launch()
-        times.append((time.perf_counter() - started) / 10)
-    torch.cuda.synchronize()
-    return statistics.median(times) * 1e6
 
 
 def bandwidth_limit() -> float:
