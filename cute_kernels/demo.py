@@ -2,8 +2,8 @@
 
 Two requests share the steps: one prefills a long prompt in chunks while the other, already prefilled, decodes beside it; then
 both decode, verify speculative tokens of which some are rejected, and decode on. All layers live in one pool, which starts as NaN:
-a row that nobody wrote shows wherever it is read. The judge (demo_judge.py) gets the outputs of
-the layer's projections and the ids its indexer chose, and nothing else.
+a row that nobody wrote shows wherever it is read. The judge (demo_judge.py) gets the outputs of the layer's projections and the ids
+its indexer chose, and nothing else.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MANIFEST, LAYOUT = "manifest.json", 1
 
 
 class Pack:
-    """One opened pack. The library is loaded, and its checksum compared, when its first kernel is asked for."""
+    """One opened pack, its checksums compared; `PackError` for a folder that is none. The library is loaded for its first kernel."""
 
     def __init__(self, folder: Path) -> None:
         from cute_kernels.compile.store import checksum, seal
@@ -37,7 +37,7 @@ class Pack:
             self.families = {str(k["spec"]["family"]) for k in self.manifest["kernels"]}
             self.library, wanted = folder / self.manifest["library"], self.manifest["sha256"]
             sealed = {name: value for name, value in self.manifest.items() if name != "seal"}
-            untouched = self.manifest.get("seal", seal(sealed)) == seal(sealed)  # packs of earlier versions have none
+            untouched = self.manifest.get("seal", seal(sealed)) == seal(sealed)  # one without a seal is taken as it is
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise PackError(f"{folder} is no AOT pack: {error!r}", hint="build one with `python -m cute_kernels compile`") from error
         if layout != LAYOUT or machine != platform.machine():
@@ -65,7 +65,7 @@ class Pack:
             raise PackError(
                 f"{self.folder} holds {len(self._rows)} kernels for {self.gpu_arch}, families {sorted(self.families)}, "
                 f"none for {target}; usable there: {', '.join(target.pack_architectures)}",
-                hint=f"python -m cute_kernels compile --arch {target.pack_architectures[-1]} --out DIR",
+                hint=f"python -m cute_kernels compile --arch {target.family}:{target.pack_architectures[-1]} --out DIR",
             )
         return self
 
