@@ -82,8 +82,8 @@ def convert_indices(
     counts              [N] int32, with return_counts only; default: a new tensor
     target              Target or name; default: the tensors' device
 
-    Returns the slots [N, k], or (slots, counts). An id that is negative, lies past the block table or on a page outside [0, pages)
-    becomes -1; so does one of a workspace row whose sum lies outside [0, 2^31), or whose request has no start.
+    Returns the slots [N, k], or (slots, counts). An id that is negative or 2^31 - 1, lies past the block table or on a page outside
+    [0, pages) becomes -1; so does one of a workspace row whose sum lies outside [0, 2^31), or whose request has no start.
     Source of the rules: docs/spec.md, "Dense prefill". Raises `InvalidArgument` (also for a request map of another length than the ids'),
     `UnsupportedRequest`, `MissingKernel`.
     """
@@ -228,7 +228,7 @@ def _plan_convert(a: Mapping[str, Any], target: Target, vectors: tuple[Arg, ...]
     _check_maps(a, rows)
     sizes = _convert_sizes(a["page_rows"], a["block_stride_rows"], a["pages"])
     if out is None:
-        out = torch.empty((rows, -(-k // 8) * 8), dtype=torch.int32, device=ids.device)[:, :k]
+        out = torch.empty((rows, -(-max(k, 1) // 8) * 8), dtype=torch.int32, device=ids.device)[:, :k]
     elif out.stride(0) < k:
         _check_convert(a, target)
     if compact and counts is None:

@@ -278,11 +278,18 @@ def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise InvalidArgument(name, repr(value), " or ".join(map(repr, allowed)))
 
 
+def _moderate(name: str, value: Any) -> float:
+    """A scale far enough from fp32's ends that neither it, nor its inverse, times a rotated row overflows."""
+    if not 2.0**-100 <= (number := positive(name, value)) <= 2.0**100:
+        raise InvalidArgument(name, repr(value), "a scale between 2^-100 and 2^100")
+    return number
+
+
 def scale(name: str, value: Any, fmt: KVFormat) -> float:
     """A per-tensor scale: finite and positive, and anything but 1.0 only with full-row FP8."""
     if value is None:
         return 1.0
-    number = positive(name, value)
+    number = _moderate(name, value)
     if number != 1.0 and not fmt.scaled:
         raise InvalidArgument(name, number, f"1.0 with {fmt.name} rows", hint="per-tensor scales apply to full-row FP8 only")
     return number
@@ -401,7 +408,7 @@ def qkv_insert_scalars(a: Mapping[str, Any]) -> None:
         raise InvalidArgument("apply_q_norm", repr(a["apply_q_norm"]), "True or False")
     fmt = format_of(tensor("kv_cache", a["kv_cache"]))
     scale("kv_scale", a["kv_scale"], fmt)
-    if a["q_scale"] is not None and positive("q_scale", a["q_scale"]) != 1.0 and a["q_dtype"] is BF:
+    if a["q_scale"] is not None and _moderate("q_scale", a["q_scale"]) != 1.0 and a["q_dtype"] is BF:
         raise InvalidArgument("q_scale", a["q_scale"], "1.0 with bfloat16 q", hint="a q scale applies to q_dtype=torch.float8_e4m3fn only")
     if a["q_dtype"] is not BF and not fmt.scaled:
         raise InvalidArgument("q_dtype", a["q_dtype"], f"{BF} with {fmt.name} rows", hint="FP8 q goes with full-row FP8 caches")

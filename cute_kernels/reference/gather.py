@@ -101,8 +101,8 @@ def convert_indices(
     return_counts       valid ids first, in their order, -1 after them, and how many there are
     out, counts         int32 [N, k] and [N] to write into
 
-    An id that is negative, past the block table or on a page outside the cache becomes -1; in a workspace row one whose sum does not lie
-    in [0, 2^31). Returns the slots int32 [N, k], or (slots, counts).
+    An id that is negative, 2^31 - 1, past the block table or on a page outside the cache becomes -1; in a workspace row one whose sum
+    does not lie in [0, 2^31). Returns the slots int32 [N, k], or (slots, counts).
     """
     span = page_rows if block_stride_rows is None else block_stride_rows
     if token_to_req.shape[0] != ids.shape[0]:
@@ -111,7 +111,7 @@ def convert_indices(
     entry, request = ids.long(), token_to_req.long()
     inside = (request >= 0) & (request < block_table.shape[0])
     column = entry.div(page_rows, rounding_mode="floor")
-    valid = inside[:, None] & (entry >= 0) & (column < block_table.shape[1])
+    valid = inside[:, None] & (entry >= 0) & (entry < 2**31 - 1) & (column < block_table.shape[1])
     page = torch.full_like(entry, -1)
     page[valid] = block_table[request[:, None].expand_as(entry)[valid], column[valid]].long()
     valid &= (page >= 0) & (page < limit)

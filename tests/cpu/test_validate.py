@@ -173,7 +173,7 @@ def sweep() -> list[Any]:
     int32 = {"dtype": torch.int32}
     more("compress_store", "ratio", 8, 0, 4.0, "4", None, True)
     more("compress_store", "eps", *BAD_NUMBERS)
-    more("compress_store", "kv_scale", *BAD_NUMBERS)
+    more("compress_store", "kv_scale", *BAD_NUMBERS, 1e-37, 1e31)
     more("compress_store", "save", None, "every_row", 3)
     more("compress_store", "seq_lens", None, torch.zeros(3, **int32))
     more("compress_store", "kv_score", torch.randn(5, 2048), torch.randn(7, 1024))
@@ -202,8 +202,8 @@ def sweep() -> list[Any]:
     for bad in (tables.lengths[:6], tables.lengths.float(), torch.zeros(14, **int32)[::2]):
         more("sparse_indices", "out", ck.CombinedIndices(tables.table, bad), blamed="out.lengths")
     more("qkv_insert", "eps", *BAD_NUMBERS)
-    more("qkv_insert", "kv_scale", *BAD_NUMBERS)
-    more("qkv_insert", "q_scale", *BAD_NUMBERS)
+    more("qkv_insert", "kv_scale", *BAD_NUMBERS, 1e-37, 1e31)
+    more("qkv_insert", "q_scale", *BAD_NUMBERS, 1e-37, 1e31)
     more("qkv_insert", "padded_heads", 4, 129, 8.0)
     more("qkv_insert", "apply_q_norm", None, 1)
     more("qkv_insert", "q_dtype", torch.float16, None)

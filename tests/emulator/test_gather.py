@@ -137,3 +137,23 @@ def test_ids_slots_and_tables_beyond_two_gigabytes(target: Target) -> None:
     with emulated(target):
         result = ops.convert_indices(*changed.args(), **changed.kwargs(), return_counts=spec.compact, out=out, target=target)
     check_converted(case, *result)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("compact", [False, True])
+def test_rows_without_an_id(target: Target, compact: bool) -> None:
+    case = dataclasses.replace(make_convert_case(3, 3, 8), ids=torch.empty((3, 0), dtype=torch.int32))
+    for given in (None, torch.empty((3, 0), dtype=torch.int32)):
+        with emulated(target):
+            result = ops.convert_indices(*case.args(), **case.kwargs(), return_counts=compact, out=given, target=target)
+        slots, counts = result if compact else (result, None)
+        assert slots.shape == (3, 0) and (counts is None or counts.tolist() == [0, 0, 0])
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_the_largest_ids(target: Target) -> None:
+    ids = torch.tensor([[2**31 - 1, 2**31 - 2, 2**30, 0, -1]], dtype=torch.int32)
+    arguments = (torch.empty(1, 8, dtype=torch.int32)[:, :5].copy_(ids), torch.zeros(1, dtype=torch.int32), torch.tensor([[1, 0]]).int())
+    with emulated(target):
+        slots = ops.convert_indices(*arguments, page_rows=2**30)
+    assert slots.tolist() == ops.convert_indices(*arguments, page_rows=2**30).tolist() == [[-1, 2**30 - 2, 0, 2**30, -1]]
