@@ -173,6 +173,9 @@ class PoolPlan:
 
         `InvalidArgument` names the layer and the numbers where a page cannot be represented.
         """
+        for name, by_ratio in (("compressed_tokens", compressed_tokens), ("state_rows", state_rows)):
+            if by_ratio is not None and not (isinstance(by_ratio, Mapping) and by_ratio.keys() <= {4, 128}):
+                raise InvalidArgument(name, repr(by_ratio), "numbers by ratio, 4 or 128")
         compressed_tokens = {4: 256, 128: 256, **(compressed_tokens or {})}
         state_rows = {4: 4, 128: 8, **(state_rows or {})}
         for name, value in (
@@ -183,9 +186,9 @@ class PoolPlan:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise InvalidArgument(name, repr(value), "an int, 1 <= value < 2^31")
-        if page_alignment < ALIGNMENT or page_alignment % ALIGNMENT:
-            raise InvalidArgument("page_alignment", page_alignment, f"a multiple of {ALIGNMENT} bytes, at least {ALIGNMENT}")
-        if index_keys is not None and index_keys not in INDEX_KEYS:
+        if not isinstance(page_alignment, int) or page_alignment < ALIGNMENT or page_alignment % ALIGNMENT:
+            raise InvalidArgument("page_alignment", repr(page_alignment), f"a multiple of {ALIGNMENT} bytes, at least {ALIGNMENT}")
+        if index_keys is not None and index_keys not in tuple(INDEX_KEYS):
             raise InvalidArgument("index_keys", repr(index_keys), ", ".join(map(repr, (*INDEX_KEYS, None))))
         if not len(ratios):
             raise InvalidArgument("ratios", "no layers", "the compression ratio of each layer")
@@ -196,8 +199,8 @@ class PoolPlan:
         rows = kv_rows(kv_format)
         parts: dict[str, list[tuple[int, str, RowLayout, int]]] = {name: [] for name in _GROUPS}
         for layer, ratio in enumerate(ratios):
-            if ratio not in (0, 1, 4, 128):
-                raise InvalidArgument(f"ratios[{layer}]", ratio, "0 or 1 (window only), 4 or 128")
+            if type(ratio) is not int or ratio not in (0, 1, 4, 128):
+                raise InvalidArgument(f"ratios[{layer}]", repr(ratio), "0 or 1 (window only), 4 or 128")
             parts["window"].append((layer, "window", rows, window_rows))
             if ratio < 4:
                 continue

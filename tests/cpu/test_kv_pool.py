@@ -159,6 +159,12 @@ def test_the_block_that_an_engine_would_have_had_refused() -> None:
         (([4], BF16), {"index_state_rows": -1}, "index_state_rows: got -1"),
         (([4], BF16), {"index_keys": "fp4"}, "index_keys: got 'fp4'"),
         (([4], BF16), {"page_alignment": 24}, "page_alignment: got 24"),
+        (([4], BF16), {"page_alignment": 32.0}, "page_alignment: got 32.0"),
+        (([4], BF16), {"index_keys": ["fp8"]}, r"index_keys: got \['fp8'\]"),
+        (([4], BF16), {"compressed_tokens": {8: 256}}, r"compressed_tokens: got \{8: 256\}, expected numbers by ratio, 4 or 128"),
+        (([4], BF16), {"state_rows": [4, 8]}, r"state_rows: got \[4, 8\], expected numbers by ratio"),
+        (([4.0], BF16), {}, r"ratios\[0\]: got 4.0, expected 0 or 1"),
+        (([True], BF16), {}, r"ratios\[0\]: got True, expected 0 or 1"),
         (
             ([4, 1], BF16),
             {"block_bytes": 131071},
