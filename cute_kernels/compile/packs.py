@@ -37,7 +37,7 @@ class Pack:
             self.families = {str(k["spec"]["family"]) for k in self.manifest["kernels"]}
             self.library, wanted = folder / self.manifest["library"], self.manifest["sha256"]
             sealed = {name: value for name, value in self.manifest.items() if name != "seal"}
-            untouched = self.manifest.get("seal", seal(sealed)) == seal(sealed)  # one without a seal is taken as it is
+            untouched = self.manifest["seal"] == seal(sealed)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise PackError(f"{folder} is no AOT pack: {error!r}", hint="build one with `python -m cute_kernels compile`") from error
         if layout != LAYOUT or machine != platform.machine():

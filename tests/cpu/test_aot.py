@@ -243,9 +243,10 @@ def test_a_pack_that_breaks_after_it_was_opened_is_ignored(pack: Path, how: str,
     assert "does not load" in caplog.text
 
 
-def test_packs_of_earlier_versions_have_no_seal(pack: Path) -> None:
+def test_a_pack_without_a_seal_is_no_pack(pack: Path) -> None:
     path = pack / packs.MANIFEST
     manifest = json.loads(path.read_text())
     del manifest["seal"]
     path.write_text(json.dumps(manifest))
-    assert packs.Pack(pack).find(SPECS[0]) is not None
+    with pytest.raises(PackError, match="seal"):
+        packs.Pack(pack)
