@@ -74,7 +74,9 @@ def pad_q_heads(num_heads: int) -> int:
 
     Heads up to it are zero in q, -inf in sinks, and cut off the output. More than 128 heads are refused.
     """
-    validate.integer("num_heads", num_heads, 1, 2**31 - 1)
+    most = flashinfer_backend.ACCEPTED_HEADS[-1]
+    if type(num_heads) is not int or num_heads <= most:
+        validate.integer("num_heads", num_heads, 1, most)
     for accepted in flashinfer_backend.ACCEPTED_HEADS:
         if num_heads <= accepted:
             return accepted
@@ -236,7 +238,7 @@ def supports(
     Launches nothing, compiles nothing, downloads nothing. Arguments as those of `LayerSpec`; rope_quant asks for FlashInfer's
     RopeQuant epilogue. A request of the wrong type or out of range is an `InvalidArgument`; one that is not served, an answer.
     """
-    validate.one_of("ratio", ratio, (1, 4, 128))
+    validate.layer_ratio(ratio)
     try:
         device_name = isinstance(where, str) and where.partition(":")[0] in ("cpu", "cuda")
         device = torch.device(where) if device_name else where  # type: ignore[arg-type]
@@ -310,7 +312,8 @@ def decode(
     if use_reference:
         return _reference_decode(a, num_heads)
     if resolved is None:
-        raise InvalidArgument("target", None, "a Target, which CPU tensors need to take the FlashInfer path")
+        hint = 'backend="auto" takes the reference on CPU tensors'
+        raise InvalidArgument("target", None, "a Target, without which CPU tensors have no FlashInfer path", hint=hint)
     if resolved.gpu_arch == "sm_90a":
         raise _no_decode_on_sm90(resolved)
     adapter = flashinfer_backend.load()

@@ -72,14 +72,22 @@ _BY_FAMILY: dict[str, dict[str, KVFormat]] = {
 
 
 def resolve_format(kv_cache_dtype: str, family: str) -> KVFormat:
-    """The row format that `kv_cache_dtype` ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla") means for a family."""
+    """The row format that `kv_cache_dtype` ("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla") means for a family.
+
+    family  "sm100" or "sm120": `Target.family`
+    """
+    if not isinstance(family, str) or family not in _BY_FAMILY:
+        raise InvalidArgument("family", repr(family), " or ".join(map(repr, _BY_FAMILY)), hint="pass target.family")
     known = _BY_FAMILY[family]
     if kv_cache_dtype not in known:
+        hint = f'"auto" means {known["auto"].name} here'
+        if others := [name for name, theirs in _BY_FAMILY.items() if kv_cache_dtype in theirs]:
+            hint += f"; these rows are the {others[0].upper()} family's, on CPU tensors with target={others[0]!r}"
         raise UnsupportedRequest(
             f"kv_cache_dtype={kv_cache_dtype!r}",
             device=f"the {family.upper()} family",
             supported=", ".join(known),
-            nearest=f'"auto" means {known["auto"].name} here',
+            nearest=hint,
         )
     return known[kv_cache_dtype]
 
@@ -103,6 +111,7 @@ def format_of(cache: torch.Tensor, argument: str = "kv_cache") -> KVFormat:
         argument,
         f"{cache.dtype} {list(cache.shape)}",
         "[pages, rows, 512] bfloat16 or float8_e4m3fn, or [pages, rows, 584] uint8 (packed fp8_ds_mla)",
+        hint="cache.squeeze(-2) drops the head axis" if cache.dim() == 4 and cache.shape[-2] == 1 else "",
     )
 
 

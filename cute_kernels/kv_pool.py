@@ -194,7 +194,9 @@ class PoolPlan:
             raise InvalidArgument("ratios", "no layers", "the compression ratio of each layer")
 
         if kv_format not in FORMATS.values():
-            raise InvalidArgument("kv_format", getattr(kv_format, "name", kv_format), f"one of {', '.join(FORMATS)}")
+            got = kv_format.name if isinstance(kv_format, KVFormat) else repr(kv_format)
+            hint = "resolve_format(kv_cache_dtype, target.family) gives it"
+            raise InvalidArgument("kv_format", got, f"the KVFormat of {', '.join(FORMATS)}", hint=hint)
 
         rows = kv_rows(kv_format)
         parts: dict[str, list[tuple[int, str, RowLayout, int]]] = {name: [] for name in _GROUPS}

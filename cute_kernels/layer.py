@@ -13,7 +13,7 @@ from cute_kernels import dispatch, validate
 from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.indices import IdSource, Indices
-from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, PoolGeometry, format_of, resolve_format
+from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, PoolGeometry, format_of, formats_of, resolve_format
 from cute_kernels.ops import bind, compress_store, decode, new_tables, qkv_insert, sparse_indices
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.step import StepMetadata, slot_mapping
@@ -24,7 +24,7 @@ from cute_kernels.target import Target
 class LayerSpec:
     """What a layer is, apart from its tensors.
 
-    ratio            1 (window only), 4 or 128: tokens per compressed entry
+    ratio            1 (window only, 0 in a model's `compress_ratios`), 4 or 128: tokens per compressed entry
     num_heads        query heads on this GPU, 1 to 128
     kv_cache_dtype   "auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla"; what it means depends on the family
     eps              of both RMS norms
@@ -53,12 +53,13 @@ class LayerSpec:
     vision_spans: bool = False
 
     def __post_init__(self) -> None:
-        validate.one_of("ratio", self.ratio, (1, 4, 128))
+        validate.layer_ratio(self.ratio)
         dispatch.pad_q_heads(self.num_heads)
         for name in ("eps", "sm_scale", "q_scale", "kv_scale"):
             validate.positive(name, getattr(self, name))
         for name in ("max_seq_len", "index_topk"):
             validate.integer(name, getattr(self, name), 1)
+        validate.save_policy(self.save)
         dispatch.require_model(head_dim=self.head_dim, window=self.window, vision_spans=self.vision_spans)
 
     @property
@@ -138,15 +139,20 @@ class StepTables:
         width: int | None = None,
     ) -> StepTables:
         """The tables of a step whose slots follow from its block tables (`slot_mapping`)."""
-        tables = StepTables(window_block_table, slot_mapping(step, window_block_table, window_page_rows), width=width)
+        validate.layer_ratio(ratio)
+        validate.integer("window_page_rows", window_page_rows, 1)
+        slots = slot_mapping(step, window_block_table, window_page_rows, name="window_block_table")
+        tables = StepTables(window_block_table, slots, width=width)
         if ratio == 1:
             return tables
         if compressed_block_table is None or state_block_table is None:
             name = "compressed_block_table" if compressed_block_table is None else "state_block_table"
             raise InvalidArgument(name, None, f"int32 [R, columns], which ratio {ratio} needs")
+        validate.integer("compressed_page_rows", compressed_page_rows, 1)
+        validate.integer("state_block_rows", state_block_rows, 1)
         tables.compressed_block_table, tables.state_block_table = compressed_block_table, state_block_table
-        tables.kv_slots = slot_mapping(step, compressed_block_table, compressed_page_rows, ratio=ratio)
-        tables.state_slots = slot_mapping(step, state_block_table, state_block_rows)
+        tables.kv_slots = slot_mapping(step, compressed_block_table, compressed_page_rows, ratio=ratio, name="compressed_block_table")
+        tables.state_slots = slot_mapping(step, state_block_table, state_block_rows, name="state_block_table")
         return tables
 
 
@@ -220,7 +226,13 @@ class SparseMLA:
     def _require_format(self, name: str, cache: torch.Tensor | None) -> None:
         found = format_of(validate.tensor(name, cache), name)
         if found is not self.format:
-            raise InvalidArgument(name, f"{found.name} rows", f"{self.format.name} rows, which {self.spec.kv_cache_dtype!r} means here")
+            mine = "sm100" if self.target is None else self.target.family
+            wanted = f"{self.format.name} rows, which {self.spec.kv_cache_dtype!r} means on the {mine.upper()} family"
+            hint = "the spec's kv_cache_dtype chooses among them"
+            if found not in formats_of(mine):
+                other = "sm120" if mine == "sm100" else "sm100"
+                hint = f"these rows are the {other.upper()} family's, on CPU tensors with target={other!r}"
+            raise InvalidArgument(name, f"{found.name} rows", wanted, hint=hint)
 
     def _padded_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
         device = self.swa_cache.device
@@ -293,6 +305,10 @@ class SparseMLA:
             if kv_score is not None:
                 raise InvalidArgument("kv_score", f"a {type(kv_score).__name__}", "None for a window-only layer (ratio 1)")
             return
+        if tables.state_slots is None or tables.kv_slots is None:
+            name = "tables.state_slots" if tables.state_slots is None else "tables.kv_slots"
+            ratio = self.spec.ratio
+            raise InvalidArgument(name, None, f"int64 [T], which ratio {ratio} needs", hint=f"StepTables.of(..., ratio={ratio}, ...)")
         self._compress(
             kv_score=kv_score,
             state_block_table=tables.state_block_table,

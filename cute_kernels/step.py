@@ -316,7 +316,9 @@ def _lengths(name: str, values: Sequence[int] | torch.Tensor, dtype: torch.dtype
     return converted
 
 
-def slot_mapping(step: StepMetadata, block_table: torch.Tensor, page_rows: int, *, ratio: int = 1) -> torch.Tensor:
+def slot_mapping(
+    step: StepMetadata, block_table: torch.Tensor, page_rows: int, *, ratio: int = 1, name: str = "block_table"
+) -> torch.Tensor:
     """Slots of this step's rows in a paged pool, from its block table.
 
     step         the step
@@ -324,20 +326,21 @@ def slot_mapping(step: StepMetadata, block_table: torch.Tensor, page_rows: int, 
     page_rows    rows of one page of that pool
     ratio        1: every row has a slot (window cache, state pool); 4 or 128: the compressed cache, where row t has a slot
                  iff it closes a group, (position + 1) % ratio == 0
+    name         of the table, in errors
 
     Returns int64 [T]; -1 for rows without a slot, for rows of padding requests (sequence length 0) and of requests that the step
     does not have, for negative table entries and past the end of the table. Does not synchronise. Slots are defined in docs/spec.md:
     entry e of a request lies in page block_table[request, e // page_rows].
     """
     if not isinstance(block_table, torch.Tensor):
-        raise InvalidArgument("block_table", f"a {type(block_table).__name__}", f"torch.int32 [>={step.num_requests}, n]")
+        raise InvalidArgument(name, f"a {type(block_table).__name__}", f"torch.int32 [>={step.num_requests}, n]")
     if block_table.dim() != 2 or block_table.dtype != torch.int32 or block_table.shape[0] < step.num_requests:
-        raise InvalidArgument("block_table", f"{block_table.dtype} {list(block_table.shape)}", f"torch.int32 [>={step.num_requests}, n]")
+        raise InvalidArgument(name, f"{block_table.dtype} {list(block_table.shape)}", f"torch.int32 [>={step.num_requests}, n]")
     if block_table.device != step.positions.device:
-        raise InvalidArgument("block_table", f"device {block_table.device}", f"{step.positions.device}, where the step is")
-    for name, value in (("page_rows", page_rows), ("ratio", ratio)):
+        raise InvalidArgument(name, f"device {block_table.device}", f"{step.positions.device}, where the step is")
+    for number, value in (("page_rows", page_rows), ("ratio", ratio)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidArgument(name, repr(value), "an int >= 1")
+            raise InvalidArgument(number, repr(value), "an int >= 1")
     if block_table.shape[1] == 0 or step.num_tokens == 0 or step.num_requests == 0:
         return torch.full((step.num_tokens,), -1, dtype=torch.int64, device=step.positions.device)
     owner = step.token_to_req.long()

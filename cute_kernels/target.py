@@ -34,6 +34,7 @@ _BY_CAPABILITY: dict[tuple[int, int], tuple[Family, str]] = {
     (12, 0): ("sm120", "sm_120a"),
     (12, 1): ("sm120", "sm_121a"),
 }
+_WHICH = '"sm100" is for B200, B300 and GB300, "sm120" for RTX and GB10; "sm100:sm_90a" and "sm120:sm_90a" are for tests on H100, H200'
 _SHARED_BYTES = {"sm100": 232_448, "sm120": 101_376}
 
 
@@ -78,7 +79,7 @@ class Target:
                 "target",
                 repr(name),
                 f"one of {', '.join([*_ARCHITECTURES, *known])}, sm100:sm_90a, sm120:sm_90a",
-                hint="sm_90a needs a family: it runs either family's source" if owners else "",
+                hint="sm_90a needs a family: it runs either family's source" if owners else _WHICH,
             )
         return Target(owners[0], name)  # type: ignore[arg-type]
 

@@ -247,7 +247,7 @@ def _require_alignment(name: str, value: torch.Tensor) -> None:
             name,
             f"address {value.data_ptr():#x}, strides of {[s * value.element_size() for s in value.stride()[:-1]]} bytes",
             f"multiples of {ALIGNMENT} bytes",
-            hint="start views at multiples of 16 bytes and pad their rows to 16 bytes",
+            hint=f"start views at multiples of 16 bytes and pad their rows to a multiple of {ALIGNMENT // value.element_size()} elements",
         )
 
 
@@ -261,7 +261,8 @@ _FP32 = torch.finfo(torch.float32)
 def positive(name: str, value: Any) -> float:
     """A number above zero that fp32 holds as a normal number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not _FP32.tiny <= value <= _FP32.max:
-        raise InvalidArgument(name, repr(value), "a finite number > 0 that fp32 holds")
+        hint = f"{name}.item(), once: it synchronises" if isinstance(value, torch.Tensor) else ""
+        raise InvalidArgument(name, repr(value), "a finite number > 0 that fp32 holds", hint=hint)
     return float(value)
 
 
@@ -272,10 +273,23 @@ def integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
     return value
 
 
-def one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
+def one_of(name: str, value: Any, allowed: tuple[Any, ...], *, hint: str = "") -> None:
     """A value among `allowed`, of their type: 4.0 is no ratio, though it equals one."""
     if type(value) is not type(allowed[0]) or value not in allowed:
-        raise InvalidArgument(name, repr(value), " or ".join(map(repr, allowed)))
+        raise InvalidArgument(name, repr(value), " or ".join(map(repr, allowed)), hint=hint)
+
+
+def layer_ratio(value: Any) -> None:
+    """The compression ratio of a layer: 1, 4 or 128."""
+    zero = type(value) is int and value == 0
+    one_of("ratio", value, (1, 4, 128), hint="a window-only layer, 0 in a model's compress_ratios, has ratio 1" if zero else "")
+
+
+def save_policy(value: Any) -> SavePolicy:
+    """A `SavePolicy`."""
+    if not isinstance(value, SavePolicy):
+        raise InvalidArgument("save", repr(value), "a SavePolicy", hint="SavePolicy.EVERY_ROW, or SavePolicy(...) to save fewer rows")
+    return value
 
 
 def _moderate(name: str, value: Any) -> float:
@@ -302,9 +316,7 @@ def compress_store_scalars(a: Mapping[str, Any]) -> None:
     """What the compiled function cannot see, in constant time: ratio, eps, policy, scale, format."""
     one_of("ratio", a["ratio"], (4, 128))
     positive("eps", a["eps"])
-    save = a["save"]
-    if not isinstance(save, SavePolicy):
-        raise InvalidArgument("save", repr(save), "a SavePolicy")
+    save = save_policy(a["save"])
     if (a["kv_score"] is None) != (a["ape"] is None):
         missing, given = ("ape", "kv_score") if a["ape"] is None else ("kv_score", "ape")
         raise InvalidArgument(missing, None, f"a tensor, since {given} is given", hint="pass both, or neither where rows are saved already")

@@ -11,6 +11,7 @@ import torch
 import cute_kernels as ck
 from cute_kernels import dispatch, flashinfer_backend
 from cute_kernels.flashinfer_backend import ACCEPTED_HEADS
+from cute_kernels.kv_format import resolve_format
 from cute_kernels.target import Target
 from tests.support.decode_case import decode_case
 
@@ -253,3 +254,27 @@ def test_supports_refuses_nonsense():
             ck.supports("sm100", **wrong)
     with pytest.raises(ck.InvalidArgument):
         ck.supports("sm_80")
+
+
+@pytest.mark.parametrize("name", ["H200", "sm90", "B200", "sm_100", "cuda"])
+def test_a_name_that_is_no_target_is_told_which_one_serves_which_gpu(name):
+    with pytest.raises(ck.InvalidArgument, match=r'"sm100" is for B200.*"sm120" for RTX.*"sm100:sm_90a"'):
+        Target.named(name)
+
+
+@pytest.mark.parametrize("family", ["sm_100a", Target("sm100", "sm_100a"), None])
+def test_a_format_is_resolved_for_a_family(family):
+    with pytest.raises(ck.InvalidArgument, match=r"^family: got .*, expected 'sm100' or 'sm120'"):
+        resolve_format("auto", family)
+
+
+def test_a_format_of_the_other_family_is_said_to_be_its():
+    with pytest.raises(ck.UnsupportedRequest, match="the SM120 family's, on CPU tensors with target='sm120'"):
+        resolve_format("fp8_ds_mla", "sm100")
+
+
+def test_flashinfer_is_refused_on_the_cpu_with_the_backend_that_works():
+    case = decode_case("sm100", "bf16", 8)
+    assert case.run(backend="auto").shape[1] == 8
+    with pytest.raises(ck.InvalidArgument, match=r'target: got None(?s:.*)backend="auto" takes the reference'):
+        case.run(backend="flashinfer", target=None)

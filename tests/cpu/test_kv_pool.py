@@ -149,7 +149,8 @@ def test_the_block_that_an_engine_would_have_had_refused() -> None:
     ("arguments", "options", "message"),
     [
         (([4, 8], BF16), {}, r"ratios\[1\]: got 8, expected 0 or 1"),
-        (([4], INLINE), {}, "kv_format: got fp8_inline, expected one of bf16, fp8, fp8_ds_mla"),
+        (([4], INLINE), {}, "kv_format: got fp8_inline, expected the KVFormat of bf16, fp8, fp8_ds_mla"),
+        (([4], "fp8"), {}, "kv_format: got 'fp8', expected the KVFormat of .*\n  hint: resolve_format"),
         (([], BF16), {}, "ratios: got no layers"),
         (([1], BF16), {"window_rows": 0}, "window_rows: got 0"),
         (([1], BF16), {"window_rows": True}, "window_rows: got True"),

@@ -266,12 +266,25 @@ def test_a_layer_without_a_target_has_nothing_to_warm_up():
     ("name", "wrong"),
     [
         *(("ratio", 2), ("ratio", "4"), ("num_heads", 0), ("num_heads", 8.0), ("eps", 0.0), ("eps", float("nan")), ("sm_scale", -1.0)),
-        *(("q_scale", float("inf")), ("kv_scale", 0.0), ("max_seq_len", 0), ("index_topk", 0)),
+        *(("q_scale", float("inf")), ("kv_scale", 0.0), ("max_seq_len", 0), ("index_topk", 0), ("save", "none")),
     ],
 )
 def test_wrong_specs(name, wrong):
     with pytest.raises(ck.InvalidArgument, match=name):
         LayerSpec(**{"ratio": 4, "num_heads": 8, name: wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        ({"ratio": 0}, "window-only layer, 0 in a model's compress_ratios, has ratio 1"),
+        ({"kv_scale": torch.ones(1)}, r"kv_scale.item\(\)"),
+        ({"num_heads": 0}, "1 <= value <= 128"),
+    ],
+)
+def test_wrong_specs_are_told_the_right_one(wrong, hint):
+    with pytest.raises(ck.InvalidArgument, match=hint):
+        LayerSpec(**{"ratio": 4, "num_heads": 8, **wrong})
 
 
 def test_more_heads_than_a_gpu_can_hold_are_refused():
@@ -303,6 +316,14 @@ def test_wrong_tensors():
         SparseMLA(LayerSpec(1, HEADS, kv_scale=2.0), **window_only)
     with pytest.raises(ck.UnsupportedRequest, match="fp8_ds_mla"):
         SparseMLA(LayerSpec(1, HEADS, "fp8_ds_mla"), **window_only)
+    for swa_cache, target, hint in (
+        (packed, None, "these rows are the SM120 family's, on CPU tensors with target='sm120'"),
+        (good["swa_cache"], "sm120", "these rows are the SM100 family's, on CPU tensors with target='sm100'"),
+        (good["swa_cache"].to(torch.float8_e4m3fn), "sm100", "kv_cache_dtype chooses"),
+        (good["swa_cache"].unsqueeze(-2), "sm100", r"squeeze\(-2\)"),
+    ):
+        with pytest.raises(ck.InvalidArgument, match=f"(?s)swa_cache.*{hint}"):
+            SparseMLA(LayerSpec(1, HEADS), swa_cache=swa_cache, cos_sin=COS_SIN, target=target)
 
 
 def test_wrong_calls():
@@ -322,3 +343,15 @@ def test_wrong_calls():
             one.layer(step, one.tables(step), **{**rows, **changes})
     with pytest.raises(ck.InvalidArgument, match="state_block_table"):
         StepTables.of(step, four.window_table, PAGE_ROWS, ratio=4, compressed_block_table=four.compressed_table, compressed_page_rows=16)
+    with pytest.raises(ck.InvalidArgument, match=r"tables.state_slots(?s:.*)StepTables.of\(..., ratio=4"):
+        four.layer(step, one.tables(step), **rows)
+
+
+def test_wrong_tables():
+    step, table = ck.StepMetadata.of([20, 3], [20, 3]), torch.zeros((2, 8), dtype=torch.int32)
+    tables = {f"{kind}_block_table": table for kind in ("window", "compressed", "state")}
+    numbers = {"window_page_rows": 16, "compressed_page_rows": 16, "state_block_rows": 4, "ratio": 4}
+    assert StepTables.of(step, **tables, **numbers).state_slots is not None
+    for wrong in (*({name: table.long()} for name in tables), *({name: 0} for name in numbers)):
+        with pytest.raises(ck.InvalidArgument, match=f"^{next(iter(wrong))}: got"):
+            StepTables.of(step, **{**tables, **numbers, **wrong})
