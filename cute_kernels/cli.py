@@ -16,13 +16,14 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Column, Table
 
+from cute_kernels import __version__
 from cute_kernels.errors import CuteKernelsError
 from cute_kernels.target import Target, all_targets
 
 if TYPE_CHECKING:
     from cute_kernels.compile.spec import KernelSpec
 
-PACKAGES = ("cute-kernels", "nvidia-cutlass-dsl", "apache-tvm-ffi", "torch", "flashinfer-python", "cuda-python")
+PACKAGES = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "torch", "flashinfer-python", "cuda-python")
 console = Console()
 
 
@@ -71,6 +72,7 @@ def info() -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    table.add_row("cute-kernels", f"{__version__} in {Path(__file__).parent}")
     for package in PACKAGES:
         table.add_row(package, _version(package))
     for name, meaning in _devices():
@@ -219,7 +221,7 @@ def cache_clear() -> None:
 
 @main.command()
 @arch_option
-@click.option("--only", default="", help="Only kernels whose spec contains this text.")
+@click.option("--only", default="", help="Only kernels whose spec contains this text, an operation's name for instance.")
 @click.option("--counts/--no-counts", default=True, help="Also print instruction counts by class.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Processes that compile.")
 def inspect(targets: list[Target], only: str, counts: bool, jobs: int) -> None:
@@ -234,7 +236,11 @@ def inspect(targets: list[Target], only: str, counts: bool, jobs: int) -> None:
 
     wide = Console(width=console.width if console.is_terminal else 250)
     for target in targets:
-        specs = [s for s in support_matrix(target) if only in str(s)]
+        matrix = support_matrix(target)
+        specs = [s for s in matrix if only in str(s)]
+        if not specs:
+            operations = ", ".join(sorted({s.operation for s in matrix}))
+            raise click.BadParameter(f"no kernel for {target} has {only!r} in its spec; operations: {operations}", param_hint="--only")
         with tempfile.TemporaryDirectory() as scratch, _bar(target, len(specs)) as advance:
             compile_objects(specs, Path(scratch), workers=jobs, progress=advance)
         columns = ("registers", "spill B", "shared B", "code B", "load B", "store B", "instructions")
@@ -256,8 +262,9 @@ def _label(spec: KernelSpec) -> str:
 
 @main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def demo(arguments: tuple[str, ...]) -> None:
-    """Run a DeepSeek-V4 attention layer end to end on the CPU and compare it with its definition."""
+@click.pass_context
+def demo(context: click.Context, arguments: tuple[str, ...]) -> None:
+    """Run DeepSeek-V4 attention layers end to end and compare them with their definition."""
     from cute_kernels import demo as demonstration
 
-    sys.exit(demonstration.main(list(arguments)))
+    sys.exit(demonstration.main(list(arguments), prog_name=context.command_path))

@@ -285,7 +285,7 @@ def table_of(outcomes: list[Outcome]) -> Table:
     return table
 
 
-@click.command(name="demo")
+@click.command(name="demo", context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--tokens", type=click.IntRange(32), default=FULL_TOKENS, show_default=True, help="Tokens of the long prompt.")
 @click.option("--heads", type=click.IntRange(1, 128), default=64, show_default=True, help="Query heads of each layer.")
 @click.option("--layers", type=click.IntRange(1), default=3, show_default=True, help="Layers; their ratios cycle through 1, 4, 128.")

@@ -21,15 +21,22 @@ from ptx_emulator.report import report
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ptx_emulator", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("kernel", nargs="?", help="name of the kernel")
-    parser.add_argument("case", nargs="?", help="name of its case")
+    parser.add_argument("case", nargs="?", help="name of its case; without one, kernels and cases are listed")
     parser.add_argument("--target", default="sm_100a", help="what to compile for (default sm_100a)")
     parser.add_argument("--cases", default="tests.emulator.cases", help="module that holds the cases (default tests.emulator.cases)")
-    parser.add_argument("--approximation", choices=("nearest", "low", "high"), default="nearest")
+    parser.add_argument(
+        "--approximation",
+        choices=("nearest", "low", "high"),
+        default="nearest",
+        help="value of an approximate instruction: the correctly rounded one, or an end of its error interval",
+    )
     options = parser.parse_args(arguments)
     sys.path.insert(0, "")
     cases = importlib.import_module(options.cases).CASES
     chosen = cases.get(options.kernel, {}).get(options.case)
     if chosen is None:
+        if options.kernel is not None:
+            print(f"no case {options.case!r} of a kernel {options.kernel!r}; there are", file=sys.stderr)
         for kernel, named in cases.items():
             print(f"{kernel}: {', '.join(named)}")
         return 0 if options.kernel is None else 2

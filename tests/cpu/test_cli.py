@@ -37,7 +37,7 @@ def run(*arguments: str, code: int = 0) -> str:
 def test_info_names_versions_target_cache_and_flashinfer(folder: Path) -> None:
     cache.ensure(ScaleSpec(Target("sm100", "sm_100a")))
     text = run("info")
-    for wanted in (*cli.PACKAGES, "kernel cache", str(folder), "1 kernels", "flashinfer"):
+    for wanted in ("cute-kernels", *cli.PACKAGES, "kernel cache", str(folder), "1 kernels", "flashinfer"):
         assert wanted in text
 
 
@@ -83,6 +83,11 @@ def test_inspect_prints_resources_widths_and_counts(folder: Path, small_matrix: 
         assert wanted in text
 
 
+def test_inspect_refuses_a_choice_of_no_kernel(folder: Path, small_matrix: None) -> None:
+    text = run("inspect", "--arch", "sm_120f", "--only", "factor=4", code=2)
+    assert "no kernel for sm120:sm_120f has 'factor=4' in its spec" in text and "test_scale" in text
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm100:sm_120a"])
 def test_an_unknown_architecture_is_refused_with_the_list(arch: str, tmp_path: Path) -> None:
     text = run("compile", "--arch", arch, "--out", str(tmp_path), code=2)
@@ -97,8 +102,10 @@ def test_errors_of_the_package_end_without_a_traceback(folder: Path, monkeypatch
 
 
 def test_demo_hands_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
+    seen: list[tuple[list[str], str]] = []
     demo = importlib.import_module("cute_kernels.demo")
-    monkeypatch.setattr(demo, "main", lambda arguments: seen.append(arguments) or 3)
+    monkeypatch.setattr(demo, "main", lambda arguments, prog_name: seen.append((arguments, prog_name)) or 3)
     run("demo", "--tokens", "300", code=3)
-    assert seen == [["--tokens", "300"]]
+    assert seen == [(["--tokens", "300"], "main demo")]
+    monkeypatch.undo()
+    assert "Usage: main demo [OPTIONS]" in run("demo", "-h")
