@@ -97,7 +97,8 @@ class Engine:
     """Requests with their blocks, and the steps they take together. All lengths are in tokens.
 
     All layers live in one pool. A block belongs to one group of layers at a time (window rows, compressed rows of one ratio with
-    index keys, open windows of one ratio) and holds a page of each of them; it returns to the free list when its request ends.
+    index keys, open windows of one ratio) and holds a page of each of them; it returns to the free list when its request ends. (Window
+    and state blocks that no later step reads could return before: docs/kv_layout.md.)
 
     max_requests      requests at a time, numbered from 0
     max_tokens        longest request

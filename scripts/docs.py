@@ -133,6 +133,11 @@ views = pool.layer(2)                                                          #
 mla = SparseMLA(spec, swa_cache=views.window, kv_cache=views.compressed, state=views.state, ...)
 ```
 
+Compressed rows are read as long as a request runs; of its window and state groups only the last blocks are. A step that begins at
+position b reads window rows from b - 127 on and state rows from lo(b) on (`SavePolicy`), so blocks before those of the earliest b that
+is still to come (rejected drafts go back) can return to the free list, with -1 in their place in the block table. State blocks hold few
+tokens: an engine that keeps them all, as the one of `examples/` does for simplicity, needs most of its pool for them.
+
 Block bytes are the largest group's sum, rounded up to a multiple of 1024 with BF16 rows, 512 with E4M3 rows, 576 with packed rows.
 512 alone would not do for 1024-byte rows: 1,600,000 bytes are 3125 rows of 512 bytes, but no whole number of 1024. 576, the bytes of a
 packed data row, lets kernels that address rows through a tensor map use the pool. State rows are addressed by a stride in elements and

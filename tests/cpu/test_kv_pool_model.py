@@ -7,6 +7,7 @@ import torch
 
 from cute_kernels import Target, demo
 from cute_kernels.kv_pool import LayerViews
+from cute_kernels.save_policy import overlap
 
 example = demo.load_example()
 SMALL = example.V4Config(
@@ -32,11 +33,29 @@ def apart(views: LayerViews) -> LayerViews:
     return LayerViews(**{part: torch.zeros(view.shape, dtype=view.dtype) for part, view in vars(views).items() if view is not None})
 
 
-def serve(engine, layers) -> tuple[list[torch.Tensor], list[dict[int, str]]]:
+def let_go(engine, batch) -> set[str]:
+    """Overwrites blocks that no row of this step or a later one reads with NaN, and their entries with -1; of which groups."""
+    gone = set()
+    for i, (request, rows) in enumerate(batch.rows()):
+        begin = int(batch.step.positions[rows][0])
+        for ratio, tables in batch.tables.items():
+            groups = [("window", tables.window_block_table, max(begin - 127, 0))]
+            if ratio > 1:
+                low = ratio * (begin // ratio) - overlap(ratio)
+                groups.append((f"state_{ratio}", tables.state_block_table, max(low, 0)))
+            for name, table, first in groups:
+                columns = first // engine.tables[name].group.tokens_per_block
+                engine.pool.storage[engine.tables[name].table[request, :columns].long()] = 0xFF
+                table[i, :columns] = -1
+                gone |= {name} if columns else set()
+    return gone
+
+
+def serve(engine, layers, steps=STEPS) -> tuple[list[torch.Tensor], list[dict[int, str]]]:
     engine.attach(layers)
     answers, owners = [], []
     hidden = torch.Generator().manual_seed(4)
-    for step in STEPS:
+    for step in steps:
         if isinstance(step, int):
             engine.finish(step)
             continue
@@ -71,3 +90,26 @@ def test_a_model_from_one_pool(family: str, dtype: str) -> None:
     used = set().union(*owners)
     idle = [b for b in range(engine.pool.blocks) if b not in used]
     assert idle and (engine.pool.storage[idle] == 0xFF).all()
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("sm100", "bfloat16"), ("sm120", "fp8_ds_mla")])
+def test_blocks_before_what_a_step_reads_can_be_let_go(family: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/kv_layout.md has it: window rows from b - 127 on and state rows from lo(b) on are read, nothing before."""
+    options = {"max_requests": 2, "max_tokens": 320, "max_batch_tokens": 320, "kv_cache_dtype": dtype}
+    steps = [{0: 250, 1: 9}, {0: 1, 1: 2}, {0: 5, 1: 133}, {0: 1, 1: 1}, {0: 1, 1: 70}, {0: 1, 1: 1}]
+    torch.manual_seed(0)
+    layers = [example.DeepseekV4Attention(SMALL, ratio, max_positions=320) for ratio in RATIOS]
+    want, _ = serve(example.Engine(RATIOS, Target.named(family), **options), layers, steps)
+    engine = example.Engine(RATIOS, Target.named(family), **options)
+    plain, gone = engine.step, set()
+
+    def step(query_lens: dict[int, int]):
+        batch = plain(query_lens)
+        gone.update(let_go(engine, batch))
+        return batch
+
+    monkeypatch.setattr(engine, "step", step)
+    got, _ = serve(engine, layers, steps)
+    assert gone == {"window", "state_4", "state_128"}
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other) and one.isfinite().all()
