@@ -39,7 +39,10 @@ class Pack:
             sealed = {name: value for name, value in self.manifest.items() if name != "seal"}
             untouched = self.manifest["seal"] == seal(sealed)
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise PackError(f"{folder} is no AOT pack: {error!r}", hint="build one with `python -m cute_kernels compile`") from error
+            missing = not (folder / MANIFEST).exists()
+            reason = f"it has no {MANIFEST}" if missing else repr(error)
+            hint = f"{env.PACKS.name} names each pack's own folder; " if missing else ""
+            raise PackError(f"{folder} is no AOT pack: {reason}", hint=f"{hint}build one with `python -m cute_kernels compile`") from error
         if layout != LAYOUT or machine != platform.machine():
             raise PackError(
                 f"{folder} has layout {layout} for {machine}, expected layout {LAYOUT} for {platform.machine()}",

@@ -201,7 +201,7 @@ def damage_library(folder: Path) -> None:
         (lambda folder: next(folder.glob("*.so")).unlink(), "missing or damaged"),
         (lambda folder: (folder / packs.MANIFEST).write_text("{"), "is no AOT pack"),
         (lambda folder: (folder / packs.MANIFEST).write_text("{}"), "is no AOT pack"),
-        (lambda folder: (folder / packs.MANIFEST).unlink(), "is no AOT pack"),
+        (lambda folder: (folder / packs.MANIFEST).unlink(), "is no AOT pack: it has no manifest.json"),
         (lambda folder: edit(folder, machine="vax"), "for vax"),
         (lambda folder: edit(folder, layout=99), "layout 99"),
         (lambda folder: (folder / packs.MANIFEST).write_text("[" * 100_000), "is no AOT pack"),
