@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from cute_kernels import dispatch, validate
+from cute_kernels import dispatch, layer_op, validate
 from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.errors import InvalidArgument
+from cute_kernels.handles import Held
 from cute_kernels.indices import IdSource, Indices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, PoolGeometry, format_of, formats_of, resolve_format
 from cute_kernels.ops import bind, compress_store, decode, new_tables, qkv_insert, sparse_indices
@@ -105,7 +106,7 @@ class LayerSpec:
 
 
 @dataclass
-class StepTables:
+class StepTables(Held):
     """Block tables and slots of one step for one kind of layer. R requests, T rows.
 
     window_block_table      int32 [R, columns]     pages of the window cache
@@ -156,7 +157,7 @@ class StepTables:
         return tables
 
 
-class SparseMLA:
+class SparseMLA(Held):
     """One sparse-MLA layer: its caches and weights, and the four calls of a step in order."""
 
     def __init__(
@@ -272,8 +273,11 @@ class SparseMLA:
         out       [>= T, padded heads, 512] bf16; default: a new tensor
         workspace, counters   as for `decode`
 
-        Returns [T, num_heads, 512] bf16, a view.
+        Returns [T, num_heads, 512] bf16, a view. `torch.compile` sees one operator (`layer_op`), which runs this when the graph
+        runs; step and tables must live until then.
         """
+        if torch.compiler.is_compiling():
+            return layer_op.call(self, step, tables, q, kv, kv_score, ids, out, workspace, counters)
         if validate.tensor("q", q).dim() != 3 or q.shape[1] != self.spec.num_heads:
             raise InvalidArgument("q", f"shape {list(q.shape)}", f"[{step.num_tokens}, {self.spec.num_heads}, {HEAD_DIM}]")
         self.compress(step, tables, kv_score)
@@ -320,11 +324,7 @@ class SparseMLA:
         )
 
     def indices(self, step: StepMetadata, tables: StepTables, ids: torch.Tensor | IdSource | None) -> Indices:
-        """The layer's index tables: per layer where the indexer chose, else once per step for all layers of one geometry.
-
-        In a traced graph each layer builds its own, in memory that belongs to the graph: an address read while tracing would be
-        taken for a constant.
-        """
+        """The layer's index tables: per layer where the indexer chose, else once per step for all layers of one geometry."""
         source, device = self._source(ids), step.positions.device
         chosen = ids if isinstance(ids, torch.Tensor) else None
         combined = dispatch.combined_form(self.target)
@@ -335,7 +335,7 @@ class SparseMLA:
         compressed_table = None if self.spec.ratio == 1 else tables.compressed_block_table
         shape = ("sparse_indices", combined, width)
 
-        def build(buffers: Indices | None) -> Indices:
+        def build(buffers: Indices) -> Indices:
             return sparse_indices(
                 step.positions,
                 step.token_to_req,
@@ -348,15 +348,13 @@ class SparseMLA:
                 ratio=self.spec.ratio,
                 width=None if source is IdSource.NONE else width,
                 slots=tables.window_slots,
-                out=None if buffers is None else first_rows(buffers, step.num_tokens),
+                out=first_rows(buffers, step.num_tokens),
                 target=self.target,
             )
 
         def new_buffers() -> Indices:
             return new_tables(step.max_tokens, width, combined, device)
 
-        if torch.compiler.is_compiling():
-            return build(None)
         if chosen is not None:
             return build(step.keep((*shape, "per layer"), new_buffers))
         read = (tables.window_block_table, tables.window_slots, compressed_table)

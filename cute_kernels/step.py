@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from cute_kernels.errors import InvalidArgument
+from cute_kernels.handles import Held
 
 Value = TypeVar("Value")
 
@@ -47,7 +48,7 @@ class CallPolicy:
 SPLIT_ROWS = 64
 
 
-class StepMetadata:
+class StepMetadata(Held):
     """The rows of one step, computed once and read by every layer.
 
     Rows are ordered by request. Decode rows are those of the leading requests with at most `decode_query_len` query rows;

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cute_kernels import AttentionScales, LayerSpec, PoolPlan, SavePolicy, SparseMLA, StepMetadata, StepTables, Target
+from cute_kernels.handles import Held, handle_of, held
 from cute_kernels.kv_format import resolve_format
 from cute_kernels.kv_pool import Group, LayerViews
 from cute_kernels.reference import cos_sin_table
@@ -215,6 +216,13 @@ def state_width(ratio: int) -> int:
     return {1: 0, 4: 1024, 128: 512}[ratio]
 
 
+@dataclass
+class IndexKeys(Held):
+    """The index keys of one layer: rows bf16 [blocks, rows, index dim], the cache."""
+
+    rows: Tensor
+
+
 def choose_groups(
     queries: Tensor,
     weights: Tensor,
@@ -224,21 +232,22 @@ def choose_groups(
     compressed_block_table: Tensor,
     positions: Tensor,
     query_start_loc_cpu: Tensor,
-    topk: int,
-) -> Tensor:
+    ids: Tensor,
+) -> None:
     """Stores the index keys of the groups that this step closes, and chooses groups for each row. T rows, R requests.
 
     queries bf16 [T, index heads, index dim]; weights fp32 [T, index heads]; new_keys bf16 [T, index dim];
-    keys bf16 [blocks, rows, index dim], the cache;
+    keys, the handle of `IndexKeys`;
     kv_slots int64 [T], negative where a row closes no group; compressed_block_table int32 [R, columns]; positions int64 [T]
 
-    Returns ids int32 [T, topk]: numbers of compressed rows within the request, best first, then -1.
+    Writes ids int32 [T, topk]: numbers of compressed rows within the request, best first, then -1.
     """
-    page_rows = keys.shape[1]
+    cache = held("keys", keys, IndexKeys).rows
+    page_rows, topk = cache.shape[1], ids.shape[1]
     closing = kv_slots >= 0
     slots = kv_slots[closing]
-    keys[slots // page_rows, slots % page_rows] = new_keys[closing]
-    ids = torch.full((len(queries), topk), -1, dtype=torch.int32, device=queries.device)
+    cache[slots // page_rows, slots % page_rows] = new_keys[closing]
+    ids.fill_(-1)
     bounds = query_start_loc_cpu.tolist()
     for request, rows in enumerate(map(slice, bounds[:-1], bounds[1:])):
         visible = (positions[rows] + 1) // 4  # closed groups, per row
@@ -247,26 +256,26 @@ def choose_groups(
             continue
         group = torch.arange(count, device=queries.device)
         blocks = compressed_block_table[request, group // page_rows]
-        affinity = torch.einsum("thd,nd->thn", queries[rows], keys[blocks, group % page_rows])
+        affinity = torch.einsum("thd,nd->thn", queries[rows], cache[blocks, group % page_rows])
         score = torch.einsum("thn,th->tn", F.relu(affinity).float(), weights[rows])
         best = score.masked_fill(group >= visible[:, None], -math.inf).topk(min(topk, count))
         ids[rows, : best.indices.shape[1]] = best.indices.int().masked_fill(best.values == -math.inf, -1)
-    return ids
 
 
-# An operator of its own, as an engine's indexer is: torch.compile sees one call, though what is chosen depends on data.
+# An operator of its own, as an engine's indexer is: torch.compile sees one call, though what is chosen depends on data. Like the
+# library's own it finds its cache by handle: AOTAutograd refuses graph inputs that are written to and lie in one pool.
 OPERATORS = torch.library.Library("cute_kernels_example", "DEF")
 OPERATORS.define(
-    "choose_groups(Tensor queries, Tensor weights, Tensor new_keys, Tensor(a!) keys, Tensor kv_slots, Tensor compressed_block_table, "
-    "Tensor positions, Tensor query_start_loc_cpu, int topk) -> Tensor"
+    "choose_groups(Tensor queries, Tensor weights, Tensor new_keys, Tensor keys, Tensor kv_slots, Tensor compressed_block_table, "
+    "Tensor positions, Tensor query_start_loc_cpu, Tensor(a!) ids) -> ()"
 )
 for _key in ("CPU", "CUDA"):
     OPERATORS.impl("choose_groups", choose_groups, _key)
 
 
 @torch.library.register_fake("cute_kernels_example::choose_groups", lib=OPERATORS)
-def _(queries: Tensor, *others: Any) -> Tensor:
-    return queries.new_empty((queries.shape[0], others[-1]), dtype=torch.int32)
+def _(*arguments: Tensor) -> None:
+    """Nothing is made: the operator writes into `ids`."""
 
 
 class Indexer(nn.Module):
@@ -279,13 +288,15 @@ class Indexer(nn.Module):
         self.key = linear(config.hidden_size, config.index_dim)
         self.head_weight = linear(config.hidden_size, config.index_heads)
 
-    def forward(self, hidden: Tensor, q_latent: Tensor, batch: Batch, keys: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, q_latent: Tensor, batch: Batch, keys: IndexKeys) -> Tensor:
         """ids int32 [T, topk]: see `choose_groups`."""
         step, tables = batch.step, batch.tables[4]
         queries = self.query(q_latent).unflatten(-1, (self.heads, -1))
         where = (tables.kv_slots, tables.compressed_block_table, step.positions, step.query_start_loc_cpu)
+        ids = torch.empty(len(hidden), self.topk, dtype=torch.int32, device=hidden.device)
         choose = torch.ops.cute_kernels_example.choose_groups
-        return choose(queries, self.head_weight(hidden).float(), self.key(hidden), keys, *where, self.topk)
+        choose(queries, self.head_weight(hidden).float(), self.key(hidden), handle_of("keys", keys), *where, ids)
+        return ids
 
 
 class DeepseekV4Attention(nn.Module):
@@ -316,7 +327,7 @@ class DeepseekV4Attention(nn.Module):
 
     def attach(self, cache: LayerViews, scales: AttentionScales, engine: Engine) -> None:
         """Binds the layer's caches and weights; from here on its tensors stay where they are."""
-        self.index_keys = None if cache.index_keys is None else cache.index_keys[..., : self.config.index_dim]
+        self.index_keys = None if cache.index_keys is None else IndexKeys(cache.index_keys[..., : self.config.index_dim])
         spec = LayerSpec(
             ratio=self.ratio,
             num_heads=self.config.num_heads,

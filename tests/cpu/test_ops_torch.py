@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import torch_gather, torch_ops
+from cute_kernels import layer_op, torch_gather, torch_ops
+from tests.cpu.test_layer import Model, Prompt
 from tests.cpu.test_validate import compress_arguments, convert_arguments, gather_arguments, index_arguments, insert_arguments
 from tests.support.decode_case import decode_case, pool
 
@@ -49,6 +50,9 @@ def operator_calls(monkeypatch):
     torch_ops.decode(*first, None, None, None, None, "reference", None)
     i = insert_arguments(kv_cache=pool("bf16", 6, 16, strided=True).clone())
     torch_ops.qkv_insert(*(i[n] for n in list(i)[:6]), 1e-6, 8, True, None, None, torch.bfloat16, None, "auto", None)
+    model, step = Model(4, "sm100", "fp8"), ck.StepMetadata.of([6, 6], [6, 6])
+    objects = (model, step, model.tables(step))  # alive while their handles are used
+    layer_op.call(model.layer, *objects[1:], *Prompt(4, 6).rows([(0, 6), (0, 6)]).values(), None, None, None)
     monkeypatch.undo()
     monkeypatch.setattr(torch_gather.torch, "ops", type("Ops", (), {"cute_kernels": Recorder()})())
     g = gather_arguments()
@@ -57,7 +61,8 @@ def operator_calls(monkeypatch):
     tensors = (v[n] for n in ("ids", "token_to_req", "block_table", "workspace_starts", "prefill_request_id"))
     torch_gather.convert_indices(*tensors, 64, 100, None, True, None, None, None)
     monkeypatch.undo()
-    return calls
+    yield calls
+    del objects
 
 
 def registered() -> list[str]:

@@ -12,6 +12,7 @@ from cute_kernels.compile import cache
 from cute_kernels.compile.freeze import frozen
 from cute_kernels.target import Target
 from tests.cpu.test_layer import COS_SIN, HEADS, KINDS, Model, Prompt
+from tests.cpu.test_torch_compile import DECODE, PROMPTS, VERIFY, run, whole
 from tests.cpu.test_validate import CALLS, behind_a_compiled_function, compress_arguments, index_arguments, insert_arguments, sweep
 from tests.support.decode_case import decode_case
 from tests.support.devices import on_gpu
@@ -183,3 +184,10 @@ def test_torch_compile_traces_whole():
     traced = [a["state"].clone(), a["kv_cache"].clone()]
     one, other = step(*eager), torch.compile(step, fullgraph=True, backend="aot_eager")(*traced)
     assert torch.equal(one, other) and all(torch.equal(bits(x), bits(y)) for x, y in zip(eager, traced, strict=True))
+
+
+@pytest.mark.parametrize(("target", "dtype"), [(SM100, "fp8"), (SM120, "auto")], ids=str)
+def test_torch_compile_traces_layers_of_one_pool(target, dtype):
+    steps = (PROMPTS, VERIFY, DECODE)
+    (eager, before), (traced, after) = (run([1, 4, 128], str(target), dtype, steps, c, "cuda") for c in (None, whole("aot_eager")))
+    assert all(torch.equal(got, want) for got, want in zip([*traced, after], [*eager, before], strict=True)) and bool(after.any())
