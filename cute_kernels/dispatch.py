@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels import env, flashinfer_backend, validate
+from cute_kernels import env, flashinfer_backend, validate, value_checks
 from cute_kernels.errors import InvalidArgument, UnsupportedRequest
 from cute_kernels.indices import CombinedIndices, Indices, SegmentIndices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, format_of, formats_of, resolve_format
@@ -308,7 +308,7 @@ def decode(
     if rope_cos_sin is not None:
         require_rope_quant(q.dtype, heads, resolved, "reference" if use_reference else "flashinfer", device)
     if env.VALIDATE.flag():
-        validate.decode_values(step, indices)
+        value_checks.decode(step, indices)
     if use_reference:
         return _reference_decode(a, num_heads)
     if resolved is None:

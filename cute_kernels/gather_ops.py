@@ -14,7 +14,8 @@ from cute_kernels.errors import InvalidArgument
 from cute_kernels.kv_format import GATHERED, HEAD_DIM, INLINE, ROPE_DIM, check_pages, gathered_format
 from cute_kernels.launching import Operation, Plan, reference_call
 from cute_kernels.target import Target
-from cute_kernels.validate import Arg, Layout, require_values
+from cute_kernels.validate import Arg, Layout
+from cute_kernels.value_checks import require_values
 
 
 def gather_upconvert(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cute_kernels import dispatch, torch_ops, validate
+from cute_kernels import dispatch, torch_ops, validate, value_checks
 from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.gather_ops import CONVERT_INDICES, GATHER_UPCONVERT
@@ -422,7 +422,7 @@ _COMPRESS_STORE = _Operation(
     tensors=validate.COMPRESS_STORE,
     vectors=tuple(arg for arg in validate.COMPRESS_STORE if arg.vector),
     check=_check_compress_store,
-    value_check=validate.compress_store_values,
+    value_check=value_checks.compress_store,
     plan=_plan_compress_store,
     reference=lambda a, target: reference_call("compress_store", a),
 )
@@ -436,7 +436,7 @@ _SPARSE_INDICES = _Operation(
         if arg.vector
     ),
     check=_check_sparse_indices,
-    value_check=validate.sparse_indices_values,
+    value_check=value_checks.sparse_indices,
     plan=_plan_sparse_indices,
     reference=lambda a, target: reference_call("sparse_indices", a, form="combined" if dispatch.combined_form(target) else "segments"),
 )
@@ -446,7 +446,7 @@ _QKV_INSERT = _Operation(
     tensors=validate.QKV_INSERT + validate.QKV_INSERT_OUT,
     vectors=tuple(arg for arg in validate.QKV_INSERT + validate.QKV_INSERT_OUT if arg.vector),
     check=_check_qkv_insert,
-    value_check=validate.qkv_insert_values,
+    value_check=value_checks.qkv_insert,
     plan=_plan_qkv_insert,
     reference=lambda a, target: reference_call("qkv_insert", a),
 )

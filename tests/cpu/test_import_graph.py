@@ -21,7 +21,7 @@ CHAIN = (
     ("layer",),
     ("ops",),
     ("dispatch",),
-    ("validate",),
+    ("validate", "value_checks"),
     ("sm100", "sm120", "flashinfer_backend", "reference"),
     ("device",),
     ("kv_pool", "scales"),
