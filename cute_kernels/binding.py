@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cute_kernels import dispatch, env, validate
+from cute_kernels.compile.spec import KernelSpec
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.kv_format import ALIGNMENT
 from cute_kernels.launching import Operation, Plan
@@ -22,23 +23,30 @@ MOST_READY = 1024
 class Ready:
     """A launch of which only the varying arguments are missing.
 
-    kernel     the compiled function; plan: of the call
-    arguments  what stays, by the compiled function's names, converted but for the anchor
-    given      what stays, by the public call's names, where the call's outputs are new or varying; None: they stay, and so does `result`
+    kernel     the compiled function
+    arguments  its arguments in order; what stays is converted but for the anchor
+    places     where varying arguments go among them: (place, name)
+    made       where outputs go, by the compiled function's names, if they are new or varying; None: they stay, and so does `result`
+    plan       of the call; given: what stays, by the public call's names
     """
 
     kernel: Callable[..., Any]
+    arguments: list[Any]
+    places: tuple[tuple[int, str], ...]
+    made: tuple[tuple[int, str], ...] | None
     plan: Plan
-    arguments: Mapping[str, Any]
-    given: Mapping[str, Any] | None
+    given: Mapping[str, Any]
     result: Any
 
     def launch(self, operation: Operation, varying: Mapping[str, Any]) -> Any:
-        if self.given is None:
-            self.kernel(*self.plan.ordered({**self.arguments, **varying}))
-            return self.result
-        outputs, result = operation.outputs({**self.given, **varying}, self.plan)
-        self.kernel(*self.plan.ordered({**self.arguments, **varying, **self.plan.constants, **outputs}))
+        arguments, result = self.arguments.copy(), self.result
+        for place, name in self.places:
+            arguments[place] = varying[name]
+        if self.made is not None:
+            outputs, result = operation.outputs({**self.given, **varying}, self.plan)
+            for place, name in self.made:
+                arguments[place] = outputs[name]
+        self.kernel(*arguments)
         return result
 
 
@@ -46,18 +54,21 @@ class Ready:
 class Form:
     """Calls that vary the same arguments.
 
-    looks    what a plan sees of them: (argument, how to look at it)
+    shapes   of these a plan sees the shape; looks: what it sees of others, as (argument, how to look at it)
     vectors  those whose alignment chooses the access width, where the target has more than one
     ready    launches by what was seen
     """
 
+    shapes: tuple[str, ...]
     looks: tuple[tuple[str, Callable[[Any], Any]], ...]
     vectors: tuple[str, ...]
     ready: dict[tuple[Any, ...], Ready] = field(default_factory=dict)
 
     def seen(self, varying: Mapping[str, Any]) -> tuple[Any, ...]:
         """What a plan depends on: the same for two calls means the same plan for both."""
-        seen = [look(varying[name]) for name, look in self.looks]
+        seen = [varying[name].shape for name in self.shapes]
+        if self.looks:
+            seen += [look(varying[name]) for name, look in self.looks]
         if self.vectors:
             seen.append(validate.vector_bytes([varying[name] for name in self.vectors]))
         return tuple(seen)
@@ -120,62 +131,76 @@ class Bound:
 
     def __call__(self, **varying: Any) -> Any:
         """The call with the kept arguments and these, all by name."""
+        operation, key = self._operation, None
+        if operation is None or torch.compiler.is_compiling():
+            self._require_names(varying)
+            return self._call(**{**self._given, **varying})
         form = self._forms.get(tuple(varying))
         if form is None:
-            form = self._form(varying)
-        operation = self._operation
-        if operation is None or torch.compiler.is_compiling():
-            return self._call(**{**self._given, **varying})
+            form = self._form(operation, varying)
         try:
-            ready = form.ready.get(form.seen(varying))
+            key = form.seen(varying)
+            ready = form.ready.get(key)
             if ready is not None and not env.VALIDATE.flag():
                 return ready.launch(operation, varying)
         except (TypeError, ValueError, RuntimeError, AttributeError):
             pass  # an argument of another kind than before, or one that the compiled function refuses: said or served below
-        return self._launch(operation, form, varying)
+        return self._launch(operation, form, key, varying)
 
-    def _form(self, varying: Mapping[str, Any]) -> Form:
-        """The form of a call, after a check of its arguments' names."""
+    def _require_names(self, varying: Mapping[str, Any]) -> None:
         for name in sorted(self._names - self._given.keys() - varying.keys()):
             raise InvalidArgument(name, "nothing", f"a value: it is neither bound nor given to {self._call.__name__}")
         for name in sorted(varying.keys() - self._names):
             raise InvalidArgument(name, "a value", f"an argument of {self._call.__name__}")
         for name in sorted(varying.keys() & self._bound):
             raise InvalidArgument(name, "a value", "nothing: it is bound already")
+
+    def _form(self, operation: Operation, varying: Mapping[str, Any]) -> Form:
+        """The form of a call, after a check of its arguments' names."""
+        self._require_names(varying)
+        shapes: list[str] = []
         looks: list[tuple[str, Callable[[Any], Any]]] = []
         vectors: tuple[str, ...] = ()
-        if (operation := self._operation) is not None:
-            optional = {arg.name: arg.optional for arg in operation.tensors}
-            for name in varying:
-                if name in operation.shapes or name in operation.layouts:
-                    looks.append((name, _shape if name in operation.shapes else _layout))
-                elif name not in optional and name not in operation.made:
-                    looks.append((name, _value))
-                elif optional.get(name, True):
-                    looks.append((name, _absent))
-            if self._target is not None and self._target.vector_bytes > ALIGNMENT:
-                vectors = tuple(name for name in operation.vectors if name in varying)
-        form = Form(tuple(looks), vectors)
+        optional = {arg.name: arg.optional for arg in operation.tensors}
+        for name in varying:
+            if name in operation.shapes and isinstance(varying[name], torch.Tensor):
+                shapes.append(name)
+            elif name in operation.shapes or name in operation.layouts:
+                looks.append((name, _shape if name in operation.shapes else _layout))
+            elif name not in optional and name not in operation.made:
+                looks.append((name, _value))
+            elif optional.get(name, True):
+                looks.append((name, _absent))
+        if self._target is not None and self._target.vector_bytes > ALIGNMENT:
+            vectors = tuple(name for name in operation.vectors if name in varying)
+        form = Form(tuple(shapes), tuple(looks), vectors)
         self._forms[tuple(varying)] = form
         return form
 
-    def _launch(self, operation: Operation, form: Form, varying: Mapping[str, Any]) -> Any:
+    def _launch(self, operation: Operation, form: Form, key: tuple[Any, ...] | None, varying: Mapping[str, Any]) -> Any:
         """The plain call; the next one that looks the same is ready."""
         a = {**self._given, **varying}
         if a.get("backend") == "reference" or "target" in varying:
             return self._call(**a)
         assert self._target is not None
 
-        def remember(kernel: Callable[..., Any], plan: Plan, outputs: Mapping[str, Any], result: Any) -> None:
+        def remember(kernel: Callable[..., Any], plan: Plan, spec: KernelSpec, outputs: Mapping[str, Any], result: Any) -> None:
             import tvm_ffi
 
+            assert key is not None
             stay = all(name in self._bound and a[name] is not None for name in operation.made)
-            arguments = {**self._given, **self._prepared, **plan.constants}
+            known = {**a, **self._prepared, **plan.constants, **outputs}
             if stay:
-                arguments |= {n: tvm_ffi.from_dlpack(v) for n, v in outputs.items() if isinstance(v, torch.Tensor)}
+                known |= {n: tvm_ffi.from_dlpack(v) for n, v in outputs.items() if isinstance(v, torch.Tensor)}
+            names = spec.argument_names
+            new = () if stay else outputs.keys()
+            places = [(i, n) for i, n in enumerate(names) if n in varying and n not in plan.constants and n not in new]
+            made = None if stay else tuple((i, n) for i, n in enumerate(names) if n in new)
+            missing = {i for i, _ in (*places, *(made or ()))}
+            arguments = [None if i in missing else known[n] for i, n in enumerate(names)]
             if len(form.ready) >= MOST_READY:
                 form.ready.clear()
-            again = stay and not varying.keys() & plan.constants.keys()
-            form.ready[form.seen(varying)] = Ready(kernel, plan, arguments, None if again else self._given, result if stay else None)
+            given = {} if stay else self._given
+            form.ready[key] = Ready(kernel, arguments, tuple(places), made, plan, given, result if stay else None)
 
-        return operation.launch(a, self._target, self._prepared, remember)
+        return operation.launch(a, self._target, self._prepared, None if key is None else remember)

@@ -20,11 +20,14 @@ class Variable:
 
     def get(self) -> str:
         """The value now; an empty string counts as unset."""
-        # Every call of an operation asks, and `environ.get` takes ten times as long where the variable is not set.
-        known = getattr(os.environ, "_data", None)
-        if known is not None and self._encoded not in known:
-            return self.default
-        return os.environ.get(self.name) or self.default
+        return self.default if self._unset() else os.environ.get(self.name) or self.default
+
+    def _unset(self) -> bool:
+        """Whether it is certainly not set. Every call of an operation asks, and `os.environ.get` would take ten times as long."""
+        try:
+            return self._encoded not in os.environ._data  # type: ignore[attr-defined]
+        except AttributeError:  # another mapping in its place
+            return False
 
     @functools.cached_property
     def _encoded(self) -> Any:
@@ -33,7 +36,7 @@ class Variable:
 
     def flag(self) -> bool:
         """The value as a switch: "1" or "0"."""
-        value = self.get()
+        value = self.default if self._unset() else self.get()
         if value not in ("0", "1"):
             raise InvalidArgument(self.name, repr(value), "0 or 1")
         return value == "1"

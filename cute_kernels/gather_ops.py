@@ -137,7 +137,7 @@ def _gather_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan_gather(
-    target: Target,
+    target: str,
     rows: bool,
     starts: bool,
     apart: bool,
@@ -154,7 +154,7 @@ def _plan_gather(
     fmt = gathered_format(cache)
     check_pages(cache, "cache")
     scale = validate.scale("kv_scale", kv_scale, fmt)
-    return Plan.of(GatherUpconvertSpec(target, kv_format=fmt.name, seq_starts=seq_starts), {"kv_scale": scale}, rows=rows)
+    return Plan.of(GatherUpconvertSpec(Target.named(target), kv_format=fmt.name, seq_starts=seq_starts), {"kv_scale": scale}, rows=rows)
 
 
 def _gather_values(a: Mapping[str, Any]) -> None:
@@ -248,7 +248,7 @@ def _convert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _plan_convert(
-    target: Target,
+    target: str,
     rows: bool,
     requests: bool,
     prefill: bool | None,
@@ -264,19 +264,19 @@ def _plan_convert(
     together = starts == (prefill is not None) and isinstance(return_counts, bool) and (return_counts or not counts)
     if not requests or prefill is False or not apart or not together:
         raise Refused
-    spec = ConvertIndicesSpec(target, prefill=starts, compact=return_counts)
+    spec = ConvertIndicesSpec(Target.named(target), prefill=starts, compact=return_counts)
     return Plan.of(spec, _convert_sizes(page_rows, block_stride_rows, pages), rows=rows)
 
 
 def _convert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], Any]:
     ids, out, counts = a["ids"], a["out"], a["counts"]
+    rows, k = ids.shape
     if out is None:
-        rows, k = ids.shape
         out = torch.empty_strided((rows, k), (-(-max(k, 1) // 8) * 8, 1), dtype=torch.int32, device=ids.device)
     if not a["return_counts"]:
         return {"out": out}, out
     if counts is None:
-        counts = torch.empty(ids.shape[:1], dtype=torch.int32, device=ids.device)
+        counts = torch.empty(rows, dtype=torch.int32, device=ids.device)
     return {"out": out, "counts": counts}, (out, counts)
 
 

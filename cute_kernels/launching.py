@@ -55,8 +55,8 @@ class Plan:
         return self.specs[validate.vector_bytes([arguments[name] for name in vectors if name in arguments]) // 32]
 
 
-# Told of a launch: the compiled function, its plan, the outputs by the compiled function's names, and what the call returns.
-Launched = Callable[[Callable[..., Any], Plan, Mapping[str, Any], Any], None]
+# Told of a launch: the compiled function, its plan and spec, the outputs by the compiled function's names, what the call returns.
+Launched = Callable[[Callable[..., Any], Plan, KernelSpec, Mapping[str, Any], Any], None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Operation:
     facts      all that planning looks at, as the arguments of `plan` after the target; the same for steps of any size
     shapes     tensors of which `facts` sees the shape at most; layouts: those of which it sees dtype and strides too. Of other
                tensors it sees whether they are None
-    plan       (target, *facts) -> Plan, remembered; makes the checks that the compiled function cannot
+    plan       (target's name, *facts) -> Plan, remembered; makes the checks that the compiled function cannot
     made       arguments that the call returns, or makes where they are None
     outputs    (arguments, plan) -> those of them that the compiled function takes, by its names, and what the call returns
     reference  the same call in plain PyTorch
@@ -111,7 +111,7 @@ class Operation:
             self.check(a, target)
             self.value_check(a)
         try:
-            plan = self.plan(target, *self.facts(a))
+            plan = self.plan(target.name, *self.facts(a))
             outputs, result = self.outputs(a, plan)
             arguments = {**a, **plan.constants, **outputs}
             spec = plan.spec(self.vectors, arguments) if plan.specs else None
@@ -130,7 +130,7 @@ class Operation:
                 raise
             return self.launch(regular, target, prepared)
         if launched is not None:
-            launched(kernel, plan, outputs, result)
+            launched(kernel, plan, spec, outputs, result)
         return result
 
     def _regular(self, a: Mapping[str, Any], target: Target) -> Mapping[str, Any] | None:

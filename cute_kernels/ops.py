@@ -246,7 +246,7 @@ def _compress_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan_compress_store(
-    target: Target,
+    target: str,
     rows: bool,
     columns: bool,
     scores: bool | None,
@@ -273,10 +273,10 @@ def _plan_compress_store(
         raise Refused
     validate.check(validate.STATE, {"state": state}, {}, state.device)
     fmt = format_of(cache)
-    dispatch.require_format(fmt, target)
+    dispatch.require_format(fmt, Target.named(target))
     PoolGeometry.of(cache)
     kind = "none" if scores is None else "every_row" if save.every_row else "policy"
-    spec = CompressStoreSpec(target, ratio=ratio, kv_format=fmt.name, scores=scores is not None, save=kind)
+    spec = CompressStoreSpec(Target.named(target), ratio=ratio, kv_format=fmt.name, scores=scores is not None, save=kind)
     numbers = {"eps": float(eps), "inverse_kv_scale": inverse_scale(kv_scale)}
     return Plan.of(spec, {**numbers, "rollback": save.rollback, "prefix_stride": save.prefix_stride}, rows=rows)
 
@@ -303,7 +303,7 @@ def _index_rows(a: Mapping[str, Any]) -> int:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan_sparse_indices(
-    target: Target,
+    target: str,
     rows: bool,
     k: int | None,
     compressed_block_table: bool,
@@ -321,7 +321,7 @@ def _plan_sparse_indices(
     sizes = {"window_pages": window.pages, "window_page_rows": window.page_rows, "window_span": window.span, "ratio": ratio}
     if compressed is not None:
         sizes |= {"compressed_pages": compressed.pages, "compressed_page_rows": compressed.page_rows, "compressed_span": compressed.span}
-    spec = SparseIndicesSpec(target, source=source.value, slots=slots)
+    spec = SparseIndicesSpec(Target.named(target), source=source.value, slots=slots)
     return Plan.of(spec, sizes, rows=rows, size=validate.sparse_indices_width(a))
 
 
@@ -343,7 +343,7 @@ def new_tables(rows: int, width: int, combined: bool, device: torch.device) -> I
     """Unfilled index tables of `rows` rows and `width` compressed columns, in a family's form."""
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+        return torch.empty(*shape, dtype=torch.int32, device=device)  # a shape in a tuple takes twice as long
 
     if combined:
         return CombinedIndices(empty(rows, WINDOW + width), empty(rows))
@@ -381,7 +381,7 @@ def _insert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan_qkv_insert(
-    target: Target,
+    target: str,
     rows: bool,
     heads: int,
     positions: bool,
@@ -403,20 +403,22 @@ def _plan_qkv_insert(
     scalars = {"eps": eps, "q_scale": q_scale, "kv_scale": kv_scale, "q_dtype": q_dtype, "apply_q_norm": apply_q_norm, "backend": backend}
     validate.qkv_insert_scalars({**scalars, "kv_cache": cache, "cos_sin": table})
     fmt = format_of(cache)
-    dispatch.require_format(fmt, target)
+    dispatch.require_format(fmt, Target.named(target))
     PoolGeometry.of(cache)
     name = "bf16" if q_dtype is torch.bfloat16 else "e4m3"
-    spec = QkvInsertSpec(target, kv_format=fmt.name, q_dtype=name, apply_q_norm=apply_q_norm)
+    spec = QkvInsertSpec(Target.named(target), kv_format=fmt.name, q_dtype=name, apply_q_norm=apply_q_norm)
     numbers = {"eps": float(eps), "inverse_q_scale": inverse_scale(q_scale), "inverse_kv_scale": inverse_scale(kv_scale)}
     return Plan.of(spec, numbers, rows=rows, size=validate.insert_heads(heads, padded_heads))
 
 
 def _insert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], torch.Tensor]:
     q, out = a["q"], a["out"]
-    shape = (q.shape[0], plan.size, HEAD_DIM)
+    rows = q.shape[0]
     if out is None:
-        out = torch.empty(shape, dtype=a["q_dtype"], device=q.device)
-    elif out.shape != shape or not out.is_contiguous():  # no symbol of the compiled function ties its extents to other arguments
+        out = torch.empty(rows, plan.size, HEAD_DIM, dtype=a["q_dtype"], device=q.device)
+    elif (
+        out.shape != (rows, plan.size, HEAD_DIM) or not out.is_contiguous()
+    ):  # no symbol of the compiled function ties its extents to other arguments
         validate.qkv_insert(a)
     return {"out": out}, out
 
