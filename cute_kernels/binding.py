@@ -97,7 +97,7 @@ class Bound:
     """
 
     def __init__(self, call: Callable[..., Any], operation: Operation | None, kept: Mapping[str, Any]) -> None:
-        self._call = call
+        self._public = call
         signature = inspect.signature(call)
         for name in kept:
             if name not in signature.parameters:
@@ -129,12 +129,12 @@ class Bound:
         # The anchor stays a torch tensor: from it TVM-FFI learns torch's current stream on each call.
         self._prepared = {n: tvm_ffi.from_dlpack(t) for n, t in tensors.items() if n != operation.anchor}
 
-    def __call__(self, **varying: Any) -> Any:
+    def call(self, **varying: Any) -> Any:
         """The call with the kept arguments and these, all by name."""
         operation, key = self._operation, None
         if operation is None or torch.compiler.is_compiling():
             self._require_names(varying)
-            return self._call(**{**self._given, **varying})
+            return self._public(**{**self._given, **varying})
         form = self._forms.get(tuple(varying))
         if form is None:
             form = self._form(operation, varying)
@@ -149,9 +149,9 @@ class Bound:
 
     def _require_names(self, varying: Mapping[str, Any]) -> None:
         for name in sorted(self._names - self._given.keys() - varying.keys()):
-            raise InvalidArgument(name, "nothing", f"a value: it is neither bound nor given to {self._call.__name__}")
+            raise InvalidArgument(name, "nothing", f"a value: it is neither bound nor given to {self._public.__name__}")
         for name in sorted(varying.keys() - self._names):
-            raise InvalidArgument(name, "a value", f"an argument of {self._call.__name__}")
+            raise InvalidArgument(name, "a value", f"an argument of {self._public.__name__}")
         for name in sorted(varying.keys() & self._bound):
             raise InvalidArgument(name, "a value", "nothing: it is bound already")
 
@@ -181,7 +181,7 @@ class Bound:
         """The plain call; the next one that looks the same is ready."""
         a = {**self._given, **varying}
         if a.get("backend") == "reference" or "target" in varying:
-            return self._call(**a)
+            return self._public(**a)
         assert self._target is not None
 
         def remember(kernel: Callable[..., Any], plan: Plan, spec: KernelSpec, outputs: Mapping[str, Any], result: Any) -> None:

@@ -20,26 +20,28 @@ class Variable:
 
     def get(self) -> str:
         """The value now; an empty string counts as unset."""
-        return self.default if self._unset() else os.environ.get(self.name) or self.default
+        return os.environ.get(self.name) or self.default
 
-    def _unset(self) -> bool:
-        """Whether it is certainly not set. Every call of an operation asks, and `os.environ.get` would take ten times as long."""
-        try:
-            return self._encoded not in os.environ._data  # type: ignore[attr-defined]
+    def flag(self) -> bool:
+        """The value as a switch: "1" or "0"."""
+        try:  # every call of an operation asks, and `get` takes ten times as long
+            if self._encoded not in os.environ._data:  # type: ignore[attr-defined]
+                return self._default_flag
         except AttributeError:  # another mapping in its place
-            return False
+            pass
+        value = self.get()
+        if value not in ("0", "1"):
+            raise InvalidArgument(self.name, repr(value), "0 or 1")
+        return value == "1"
 
     @functools.cached_property
     def _encoded(self) -> Any:
         """The name as `os.environ` keeps it."""
         return os.environ.encodekey(self.name)  # type: ignore[attr-defined]
 
-    def flag(self) -> bool:
-        """The value as a switch: "1" or "0"."""
-        value = self.default if self._unset() else self.get()
-        if value not in ("0", "1"):
-            raise InvalidArgument(self.name, repr(value), "0 or 1")
-        return value == "1"
+    @functools.cached_property
+    def _default_flag(self) -> bool:
+        return self.default == "1"
 
     def number(self) -> float:
         """The value as a non-negative number."""

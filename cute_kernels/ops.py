@@ -474,7 +474,7 @@ _OPERATIONS = {op.public: op for op in (GATHER_UPCONVERT, CONVERT_INDICES, _COMP
 # Prepared arguments ----------------------------------------------------------------------------------------------------
 
 
-def bind(call: Callable[..., Any], **kept: Any) -> Bound:
+def bind(call: Callable[..., Any], **kept: Any) -> Callable[..., Any]:
     """`call` (any public call with tensors) with the arguments that stay between calls prepared once.
 
     Weights, tables, caches and step buffers that keep their address are checked and converted here; the result takes the
@@ -483,4 +483,4 @@ def bind(call: Callable[..., Any], **kept: Any) -> Bound:
     known = (compress_store, sparse_indices, qkv_insert, gather_upconvert, convert_indices, decode)
     if call not in known:
         raise InvalidArgument("call", getattr(call, "__name__", repr(call)), "one of " + ", ".join(k.__name__ for k in known))
-    return Bound(call, _OPERATIONS.get(call), kept)
+    return Bound(call, _OPERATIONS.get(call), kept).call  # a method: calling an object takes longer

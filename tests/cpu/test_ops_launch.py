@@ -219,7 +219,7 @@ def test_prepared_arguments_reach_the_compiled_function(launched, monkeypatch):
     kept = {n: v for n, v in a.items() if n not in ("kv_score", "target")}
     bound = ck.bind(ck.compress_store, **kept, target=target)
     operation = ops._OPERATIONS[ck.compress_store]
-    bound._prepare(operation, {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound.__self__._prepare(operation, {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
     for by, width in ((0, 32), (16, 16)):
         kv_score = shifted(a["kv_score"], by)
         bound(kv_score=kv_score)
@@ -239,7 +239,7 @@ def test_a_bound_insert_keeps_cache_and_table(launched):
     a = insert_arguments(target=target)
     kept = {n: a.pop(n) for n in ("kv_cache", "cos_sin", "out", "eps", "padded_heads", "q_scale", "kv_scale", "q_dtype", "target")}
     bound = ck.bind(ck.qkv_insert, **kept)
-    bound._prepare(ops._OPERATIONS[ck.qkv_insert], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound.__self__._prepare(ops._OPERATIONS[ck.qkv_insert], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
     assert bound(**a) is kept["out"]
     spec, arguments = launched.pop()
     given = dict(zip(spec.argument_names, arguments, strict=True))
