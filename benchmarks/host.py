@@ -135,7 +135,7 @@ def measure(case: Case) -> dict[str, float]:
     first = next(i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor))  # tells TVM-FFI torch's stream
     prepared = [tvm_ffi.from_dlpack(v) if isinstance(v, torch.Tensor) and i != first else v for i, v in enumerate(arguments)]
     bound = ops.bind(call, **{n: v for n, v in a.items() if n not in case.varying})
-    calls = {
+    calls: dict[str, Callable[[], object]] = {
         "call": spelled(call, a),
         "bound": spelled(bound, {n: a[n] for n in case.varying}),
         "compiled": functools.partial(kernel, *arguments),
