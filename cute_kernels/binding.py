@@ -38,40 +38,19 @@ class Ready:
     given: Mapping[str, Any]
     result: Any
 
-    def launch(self, operation: Operation, varying: Mapping[str, Any]) -> Any:
-        arguments, result = self.arguments.copy(), self.result
-        for place, name in self.places:
-            arguments[place] = varying[name]
-        if self.made is not None:
-            outputs, result = operation.outputs({**self.given, **varying}, self.plan)
-            for place, name in self.made:
-                arguments[place] = outputs[name]
-        self.kernel(*arguments)
-        return result
-
 
 @dataclass(frozen=True)
 class Form:
     """Calls that vary the same arguments.
 
-    shapes   of these a plan sees the shape; looks: what it sees of others, as (argument, how to look at it)
-    vectors  those whose alignment chooses the access width, where the target has more than one
-    ready    launches by what was seen
+    shapes  of these a plan sees the shape
+    looks   what else it sees, as functions of the varying arguments
+    ready   launches by what was seen, shapes first: the same for two calls means the same plan for both
     """
 
     shapes: tuple[str, ...]
-    looks: tuple[tuple[str, Callable[[Any], Any]], ...]
-    vectors: tuple[str, ...]
+    looks: tuple[Callable[[Mapping[str, Any]], Any], ...]
     ready: dict[tuple[Any, ...], Ready] = field(default_factory=dict)
-
-    def seen(self, varying: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What a plan depends on: the same for two calls means the same plan for both."""
-        seen = [varying[name].shape for name in self.shapes]
-        if self.looks:
-            seen += [look(varying[name]) for name, look in self.looks]
-        if self.vectors:
-            seen.append(validate.vector_bytes([varying[name] for name in self.vectors]))
-        return tuple(seen)
 
 
 def _shape(value: Any) -> Any:
@@ -88,6 +67,10 @@ def _absent(value: Any) -> bool:
 
 def _value(value: Any) -> tuple[type, Any]:
     return type(value), value
+
+
+def _look(how: Callable[[Any], Any], name: str) -> Callable[[Mapping[str, Any]], Any]:
+    return lambda varying: how(varying[name])
 
 
 class Bound:
@@ -135,14 +118,22 @@ class Bound:
         if operation is None or torch.compiler.is_compiling():
             self._require_names(varying)
             return self._public(**{**self._given, **varying})
-        form = self._forms.get(tuple(varying))
-        if form is None:
-            form = self._form(operation, varying)
+        form = self._forms.get(tuple(varying)) or self._form(operation, varying)
         try:
-            key = form.seen(varying)
-            ready = form.ready.get(key)
+            seen = [varying[name].shape for name in form.shapes]
+            if form.looks:
+                seen += [look(varying) for look in form.looks]
+            ready = form.ready.get(key := tuple(seen))
             if ready is not None and not env.VALIDATE.flag():
-                return ready.launch(operation, varying)
+                arguments, result = ready.arguments.copy(), ready.result
+                for place, name in ready.places:
+                    arguments[place] = varying[name]
+                if ready.made is not None:
+                    outputs, result = operation.outputs({**ready.given, **varying}, ready.plan)
+                    for place, name in ready.made:
+                        arguments[place] = outputs[name]
+                ready.kernel(*arguments)
+                return result
         except (TypeError, ValueError, RuntimeError, AttributeError):
             pass  # an argument of another kind than before, or one that the compiled function refuses: said or served below
         return self._launch(operation, form, key, varying)
@@ -158,22 +149,20 @@ class Bound:
     def _form(self, operation: Operation, varying: Mapping[str, Any]) -> Form:
         """The form of a call, after a check of its arguments' names."""
         self._require_names(varying)
-        shapes: list[str] = []
-        looks: list[tuple[str, Callable[[Any], Any]]] = []
-        vectors: tuple[str, ...] = ()
         optional = {arg.name: arg.optional for arg in operation.tensors}
-        for name in varying:
-            if name in operation.shapes and isinstance(varying[name], torch.Tensor):
-                shapes.append(name)
-            elif name in operation.shapes or name in operation.layouts:
-                looks.append((name, _shape if name in operation.shapes else _layout))
+        shapes = [n for n in varying if n in operation.shapes and isinstance(varying[n], torch.Tensor)]
+        looks = []
+        for name in (n for n in varying if n not in shapes):
+            if name in operation.shapes or name in operation.layouts:
+                looks.append(_look(_shape if name in operation.shapes else _layout, name))
             elif name not in optional and name not in operation.made:
-                looks.append((name, _value))
+                looks.append(_look(_value, name))
             elif optional.get(name, True):
-                looks.append((name, _absent))
-        if self._target is not None and self._target.vector_bytes > ALIGNMENT:
-            vectors = tuple(name for name in operation.vectors if name in varying)
-        form = Form(tuple(shapes), tuple(looks), vectors)
+                looks.append(_look(_absent, name))
+        vectors = [name for name in operation.vectors if name in varying]
+        if vectors and self._target is not None and self._target.vector_bytes > ALIGNMENT:
+            looks.append(lambda varying: validate.vector_bytes([varying[name] for name in vectors]))
+        form = Form(tuple(shapes), tuple(looks))
         self._forms[tuple(varying)] = form
         return form
 
