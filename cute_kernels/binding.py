@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import dispatch, env, validate
 from cute_kernels.compile.spec import KernelSpec
@@ -16,61 +17,68 @@ from cute_kernels.kv_format import ALIGNMENT
 from cute_kernels.launching import Operation, Plan
 from cute_kernels.target import Target
 
-MOST_READY = 1024
+MOST_FORMS, MOST_READY = 64, 1024
+_validating = env.VALIDATE.flag
 
 
-@dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """A launch of which only the varying arguments are missing.
 
     kernel     the compiled function
     arguments  its arguments in order; what stays is converted but for the anchor
     places     where varying arguments go among them: (place, name)
-    made       where outputs go, by the compiled function's names, if they are new or varying; None: they stay, and so does `result`
-    plan       of the call; given: what stays, by the public call's names
+    result     what the call returns, where outputs stay
+    outputs    None where they stay
     """
 
     kernel: Callable[..., Any]
     arguments: list[Any]
     places: tuple[tuple[int, str], ...]
-    made: tuple[tuple[int, str], ...] | None
+    result: Any
+    outputs: Outputs | None
+
+
+class Outputs(NamedTuple):
+    """Outputs that are new, or varying, on each call.
+
+    places  where they go among the compiled function's arguments: (place, name)
+    plan    of the call
+    given   what stays, by the public call's names
+    """
+
+    places: tuple[tuple[int, str], ...]
     plan: Plan
     given: Mapping[str, Any]
-    result: Any
 
 
 @dataclass(frozen=True)
 class Form:
     """Calls that vary the same arguments.
 
-    shapes  of these a plan sees the shape
-    looks   what else it sees, as functions of the varying arguments
-    ready   launches by what was seen, shapes first: the same for two calls means the same plan for both
+    shapes    of these a plan sees the shape; optional: of these, whether they are None
+    looks     what else it sees, as functions of the varying arguments
+    ready     launches by what was seen, in this order: the same for two calls means the same plan for both
     """
 
     shapes: tuple[str, ...]
+    optional: tuple[str, ...]
     looks: tuple[Callable[[Mapping[str, Any]], Any], ...]
     ready: dict[tuple[Any, ...], Ready] = field(default_factory=dict)
 
 
-def _shape(value: Any) -> Any:
-    return None if value is None else value.shape
+def _layout(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    """Sees all of a tensor but its address."""
+
+    def look(varying: Mapping[str, Any]) -> Any:
+        value = varying[name]
+        return None if value is None else (value.dtype, value.shape, value.stride())
+
+    return look
 
 
-def _layout(value: Any) -> Any:
-    return None if value is None else (value.dtype, value.shape, value.stride())
-
-
-def _absent(value: Any) -> bool:
-    return value is None
-
-
-def _value(value: Any) -> tuple[type, Any]:
-    return type(value), value
-
-
-def _look(how: Callable[[Any], Any], name: str) -> Callable[[Mapping[str, Any]], Any]:
-    return lambda varying: how(varying[name])
+def _value(name: str) -> Callable[[Mapping[str, Any]], Any]:
+    """Sees a scalar."""
+    return lambda varying: (type(varying[name]), varying[name])
 
 
 class Bound:
@@ -115,24 +123,27 @@ class Bound:
     def call(self, **varying: Any) -> Any:
         """The call with the kept arguments and these, all by name."""
         operation, key = self._operation, None
-        if operation is None or torch.compiler.is_compiling():
+        if operation is None or is_compiling():
             self._require_names(varying)
             return self._public(**{**self._given, **varying})
         form = self._forms.get(tuple(varying)) or self._form(operation, varying)
         try:
-            seen = [varying[name].shape for name in form.shapes]
+            seen: list[Any] = [varying[name].shape for name in form.shapes]
+            if form.optional:
+                seen += [varying[name] is None for name in form.optional]
             if form.looks:
                 seen += [look(varying) for look in form.looks]
             ready = form.ready.get(key := tuple(seen))
-            if ready is not None and not env.VALIDATE.flag():
-                arguments, result = ready.arguments.copy(), ready.result
-                for place, name in ready.places:
+            if ready is not None and not _validating():
+                kernel, arguments, places, result, outputs = ready
+                arguments = arguments.copy()
+                for place, name in places:
                     arguments[place] = varying[name]
-                if ready.made is not None:
-                    outputs, result = operation.outputs({**ready.given, **varying}, ready.plan)
-                    for place, name in ready.made:
-                        arguments[place] = outputs[name]
-                ready.kernel(*arguments)
+                if outputs is not None:
+                    made, result = operation.outputs({**outputs.given, **varying}, outputs.plan)
+                    for place, name in outputs.places:
+                        arguments[place] = made[name]
+                kernel(*arguments)
                 return result
         except (TypeError, ValueError, RuntimeError, AttributeError):
             pass  # an argument of another kind than before, or one that the compiled function refuses: said or served below
@@ -149,21 +160,19 @@ class Bound:
     def _form(self, operation: Operation, varying: Mapping[str, Any]) -> Form:
         """The form of a call, after a check of its arguments' names."""
         self._require_names(varying)
-        optional = {arg.name: arg.optional for arg in operation.tensors}
+        rules = {arg.name: arg.optional for arg in operation.tensors}
         shapes = [n for n in varying if n in operation.shapes and isinstance(varying[n], torch.Tensor)]
-        looks = []
-        for name in (n for n in varying if n not in shapes):
-            if name in operation.shapes or name in operation.layouts:
-                looks.append(_look(_shape if name in operation.shapes else _layout, name))
-            elif name not in optional and name not in operation.made:
-                looks.append(_look(_value, name))
-            elif optional.get(name, True):
-                looks.append(_look(_absent, name))
-        vectors = [name for name in operation.vectors if name in varying]
+        rest = [n for n in varying if n not in shapes]
+        layouts = [n for n in rest if n in operation.shapes or n in operation.layouts]
+        scalars = [n for n in rest if n not in rules and n not in operation.made]
+        optional = [n for n in rest if n not in layouts and n not in scalars and rules.get(n, True)]
+        looks = [*map(_layout, layouts), *map(_value, scalars)]
+        vectors = [n for n in operation.vectors if n in varying]
         if vectors and self._target is not None and self._target.vector_bytes > ALIGNMENT:
-            looks.append(lambda varying: validate.vector_bytes([varying[name] for name in vectors]))
-        form = Form(tuple(shapes), tuple(looks))
-        self._forms[tuple(varying)] = form
+            looks.append(lambda varying: validate.vector_bytes([varying[n] for n in vectors]))
+        if len(self._forms) >= MOST_FORMS:
+            self._forms.clear()
+        form = self._forms[tuple(varying)] = Form(tuple(shapes), tuple(optional), tuple(looks))
         return form
 
     def _launch(self, operation: Operation, form: Form, key: tuple[Any, ...] | None, varying: Mapping[str, Any]) -> Any:
@@ -181,15 +190,15 @@ class Bound:
             known = {**a, **self._prepared, **plan.constants, **outputs}
             if stay:
                 known |= {n: tvm_ffi.from_dlpack(v) for n, v in outputs.items() if isinstance(v, torch.Tensor)}
-            names = spec.argument_names
             new = () if stay else outputs.keys()
-            places = [(i, n) for i, n in enumerate(names) if n in varying and n not in plan.constants and n not in new]
-            made = None if stay else tuple((i, n) for i, n in enumerate(names) if n in new)
-            missing = {i for i, _ in (*places, *(made or ()))}
-            arguments = [None if i in missing else known[n] for i, n in enumerate(names)]
+            names = list(enumerate(spec.argument_names))
+            places = tuple((i, n) for i, n in names if n in varying and n not in plan.constants and n not in new)
+            made = tuple((i, n) for i, n in names if n in new)
+            missing = {i for i, _ in (*places, *made)}
+            arguments = [None if i in missing else known[n] for i, n in names]
             if len(form.ready) >= MOST_READY:
                 form.ready.clear()
-            given = {} if stay else self._given
-            form.ready[key] = Ready(kernel, arguments, tuple(places), made, plan, given, result if stay else None)
+            kept = (result, None) if stay else (None, Outputs(made, plan, self._given))
+            form.ready[key] = Ready(kernel, arguments, places, *kept)
 
         return operation.launch(a, self._target, self._prepared, None if key is None else remember)

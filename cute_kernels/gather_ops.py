@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import torch_gather, validate
 from cute_kernels.compile.spec import ConvertIndicesSpec, GatherUpconvertSpec
@@ -47,7 +48,7 @@ def gather_upconvert(
     zeros; starts that decrease give some request's row or zeros, never an access outside. Nothing is read on the host.
     Source of the rules: docs/spec.md, "Dense prefill". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return torch_gather.gather_upconvert(cache, out, block_table, workspace_starts, seq_starts, kv_scale, target)
     return GATHER_UPCONVERT.run(locals())
 
@@ -88,7 +89,7 @@ def convert_indices(
     Source of the rules: docs/spec.md, "Dense prefill". Raises `InvalidArgument` (also for a request map of another length than the ids'),
     `UnsupportedRequest`, `MissingKernel`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tensors = (ids, token_to_req, block_table, workspace_starts, prefill_request_id)
         return torch_gather.convert_indices(*tensors, page_rows, block_stride_rows, pages, return_counts, out, counts, target)
     return CONVERT_INDICES.run(locals())

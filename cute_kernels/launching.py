@@ -19,6 +19,7 @@ from cute_kernels.compile.spec import KernelSpec
 from cute_kernels.target import Target
 
 _NONE_PREPARED: Mapping[str, Any] = {}
+_validating = env.VALIDATE.flag
 
 
 class Refused(Exception):
@@ -99,7 +100,7 @@ class Operation:
         validate.on_cpu_or_cuda(self.anchor, anchor)
         target = dispatch.named_target(a["target"]) if plain else dispatch.resolve_target(anchor.device, a["target"])
         self.check(a, target)
-        if env.VALIDATE.flag():
+        if _validating():
             self.value_check(a)
         return self.reference(a, target)
 
@@ -107,7 +108,7 @@ class Operation:
         self, a: Mapping[str, Any], target: Target, prepared: Mapping[str, Any] = _NONE_PREPARED, launched: Launched | None = None
     ) -> Any:
         """Runs the kernel; `prepared` overrides arguments by their TVM-FFI tensors, `launched` is told what was launched."""
-        if env.VALIDATE.flag():
+        if _validating():
             self.check(a, target)
             self.value_check(a)
         try:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import dispatch, torch_ops, validate, value_checks
 from cute_kernels.binding import Bound
@@ -73,7 +74,7 @@ def compress_store(
     Rows past the end of positions, token_to_req or kv_slots are padding too. Source of the mathematics: docs/spec.md,
     "Compressor". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel` (frozen or capturing, and not warmed up).
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tensors = (kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache)
         return torch_ops.compress_store(*tensors, ratio, eps, kv_scale, save, seq_lens, target)
     _COMPRESS_STORE.run(locals())
@@ -118,7 +119,7 @@ def sparse_indices(
     pool is dropped. Rows past the end of token_to_req or slots are padding: all -1, length 128 or 0.
     Source of the rules: docs/spec.md, "Index tables". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tensors = (positions, token_to_req, window_block_table, ids, compressed_block_table)
         return torch_ops.sparse_indices(*tensors, window, compressed, source, ratio, width, slots, num_rows, out, target)
     return _SPARSE_INDICES.run(locals())
@@ -163,7 +164,7 @@ def qkv_insert(
     Returns q_out [N, padded_heads, 512]; a row whose position has no row in `cos_sin` has q zero and stores nothing. Source of the
     mathematics: docs/spec.md, "Insert". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tensors = (q, kv, kv_cache, slots, positions, cos_sin)
         return torch_ops.qkv_insert(*tensors, eps, padded_heads, apply_q_norm, q_scale, kv_scale, q_dtype, out, backend, target)
     return _QKV_INSERT.run(locals())
@@ -214,7 +215,7 @@ def decode(
     Returns out[:T, :num_heads], a view. Source of the mathematics: docs/spec.md, "Attention". Raises `InvalidArgument`,
     `UnsupportedRequest`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         scales = (sm_scale, q_scale, kv_scale)
         memory = (out, workspace, counters, rope_cos_sin)
         return torch_ops.decode(q, swa_cache, kv_cache, step, indices, num_heads, sinks, *scales, *memory, backend, target)
