@@ -139,7 +139,7 @@ class Bound:
                 arguments = arguments.copy()
                 for place, name in places:
                     arguments[place] = varying[name]
-                if outputs is not None:
+                if outputs is not None and operation.outputs is not None:
                     made, result = operation.outputs({**outputs.given, **varying}, outputs.plan)
                     for place, name in outputs.places:
                         arguments[place] = made[name]

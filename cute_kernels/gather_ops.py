@@ -234,14 +234,12 @@ def _convert_sizes(page_rows: int, block_stride_rows: int | None, pages: int | N
 
 
 def _convert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
-    rows, k = a["ids"].shape
-    out, prefill = a["out"], a["prefill_request_id"]
+    (rows, k), out = a["ids"].shape, a["out"]
     return (
         rows > 0,
-        a["token_to_req"].shape[0] == rows,
-        None if prefill is None else prefill.shape[0] == rows,
-        a["workspace_starts"] is not None,
         out is None or rows == 1 or out.stride(0) >= k,
+        a["prefill_request_id"] is not None,
+        a["workspace_starts"] is not None,
         a["counts"] is not None,
         *(a["return_counts"], a["page_rows"], a["block_stride_rows"], a["pages"]),
     )
@@ -251,21 +249,19 @@ def _convert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
 def _plan_convert(
     target: str,
     rows: bool,
-    requests: bool,
-    prefill: bool | None,
-    starts: bool,
     apart: bool,
+    prefill: bool,
+    starts: bool,
     counts: bool,
     return_counts: bool,
     page_rows: int,
     block_stride_rows: int | None,
     pages: int | None,
 ) -> Plan:
-    """requests, prefill: as many as rows of ids, prefill None without the map; apart: rows of `out` do not overlap."""
-    together = starts == (prefill is not None) and isinstance(return_counts, bool) and (return_counts or not counts)
-    if not requests or prefill is False or not apart or not together:
+    """apart: rows of `out` do not overlap. The compiled function itself ties the number of rows of all tensors."""
+    if not apart or prefill != starts or not isinstance(return_counts, bool) or (counts and not return_counts):
         raise Refused
-    spec = ConvertIndicesSpec(Target.named(target), prefill=starts, compact=return_counts)
+    spec = ConvertIndicesSpec(Target.named(target), prefill=prefill, compact=return_counts)
     return Plan.of(spec, _convert_sizes(page_rows, block_stride_rows, pages), rows=rows)
 
 
@@ -301,7 +297,7 @@ CONVERT_INDICES = Operation(
     check=_check_convert,
     value_check=_convert_values,
     facts=_convert_facts,
-    shapes=("ids", "token_to_req", "prefill_request_id"),
+    shapes=("ids",),
     layouts=("out",),
     plan=_plan_convert,
     made=("out", "counts"),

@@ -74,7 +74,7 @@ class Operation:
                tensors it sees whether they are None
     plan       (target's name, *facts) -> Plan, remembered; makes the checks that the compiled function cannot
     made       arguments that the call returns, or makes where they are None
-    outputs    (arguments, plan) -> those of them that the compiled function takes, by its names, and what the call returns
+    outputs    (arguments, plan) -> those of them that the compiled function takes, by its names, and what the call returns; None: nothing
     reference  the same call in plain PyTorch
     """
 
@@ -89,7 +89,7 @@ class Operation:
     layouts: tuple[str, ...]
     plan: Callable[..., Plan]
     made: tuple[str, ...]
-    outputs: Callable[[Mapping[str, Any], Plan], tuple[Mapping[str, Any], Any]]
+    outputs: Callable[[Mapping[str, Any], Plan], tuple[Mapping[str, Any], Any]] | None
     reference: Callable[[Mapping[str, Any], Target | None], Any]
 
     def run(self, a: Mapping[str, Any]) -> Any:
@@ -113,7 +113,7 @@ class Operation:
             self.value_check(a)
         try:
             plan = self.plan(target.name, *self.facts(a))
-            outputs, result = self.outputs(a, plan)
+            outputs, result = self.outputs(a, plan) if self.outputs else ({}, None)
             arguments = {**a, **plan.constants, **outputs}
             spec = plan.spec(self.vectors, arguments) if plan.specs else None
         except Exception:

@@ -287,19 +287,14 @@ def _check_sparse_indices(a: Mapping[str, Any], target: Target | None) -> None:
 
 
 def _index_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
-    ids = a["ids"]
+    ids, num_rows, tokens = a["ids"], a["num_rows"], a["positions"].shape[0]
     return (
-        _index_rows(a) > 0,
+        (tokens if num_rows is None else validate.integer("num_rows", num_rows, tokens)) > 0,
         None if ids is None else ids.shape[1],
         a["compressed_block_table"] is not None,
         a["slots"] is not None,
         *(a["source"], a["ratio"], a["width"], a["window"], a["compressed"]),
     )
-
-
-def _index_rows(a: Mapping[str, Any]) -> int:
-    tokens = a["positions"].shape[0]
-    return tokens if a["num_rows"] is None else validate.integer("num_rows", a["num_rows"], tokens)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
@@ -327,8 +322,8 @@ def _plan_sparse_indices(
 
 
 def _index_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], Indices]:
-    out, rows, width = a["out"], _index_rows(a), plan.size
-    combined = dispatch.combined_form(plan.target)
+    out, width, combined = a["out"], plan.size, plan.target.family == "sm100"
+    rows = a["positions"].shape[0] if a["num_rows"] is None else a["num_rows"]
     if out is None:
         out = new_tables(rows, width, combined, a["positions"].device)
     elif not _has_shape(out, combined, rows, width):  # no symbol of the compiled function ties them to other arguments
@@ -436,7 +431,7 @@ _COMPRESS_STORE = Operation(
     layouts=("kv_cache", "state"),
     plan=_plan_compress_store,
     made=(),
-    outputs=lambda a, plan: ({}, None),
+    outputs=None,
     reference=lambda a, target: reference_call("compress_store", a),
 )
 _SPARSE_INDICES = Operation(
