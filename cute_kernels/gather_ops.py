@@ -132,7 +132,9 @@ def _gather_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
         rows == 1 or out.stride(0) >= columns,
         a["seq_starts"] is not None,
         a["kv_scale"],
-        *(cache.dtype, cache.shape, cache.stride()),
+        cache.dtype,
+        cache.shape,
+        cache.stride(),
     )
 
 
@@ -173,6 +175,7 @@ GATHER_UPCONVERT = Operation(
     anchor="cache",
     tensors=GATHER_TENSORS,
     vectors=("out",),
+    strided=("out",),
     check=_check_gather,
     value_check=_gather_values,
     facts=_gather_facts,
@@ -241,7 +244,10 @@ def _convert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
         a["prefill_request_id"] is not None,
         a["workspace_starts"] is not None,
         a["counts"] is not None,
-        *(a["return_counts"], a["page_rows"], a["block_stride_rows"], a["pages"]),
+        a["return_counts"],
+        a["page_rows"],
+        a["block_stride_rows"],
+        a["pages"],
     )
 
 
@@ -294,6 +300,7 @@ CONVERT_INDICES = Operation(
     anchor="ids",
     tensors=CONVERT_TENSORS,
     vectors=("ids", "out"),
+    strided=("ids", "out"),
     check=_check_convert,
     value_check=_convert_values,
     facts=_convert_facts,

@@ -240,8 +240,15 @@ def _compress_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
         None if score is None else score.shape[0] >= rows,
         a["ape"] is not None,
         None if seq_lens is None else seq_lens.shape[0] == requests,
-        *(a["ratio"], a["eps"], a["kv_scale"], a["save"]),
-        *(cache.dtype, cache.shape, cache.stride(), state.shape, state.stride()),
+        a["ratio"],
+        a["eps"],
+        a["kv_scale"],
+        a["save"],
+        cache.dtype,
+        cache.shape,
+        cache.stride(),
+        state.shape,
+        state.stride(),
     )
 
 
@@ -279,7 +286,8 @@ def _plan_compress_store(
     kind = "none" if scores is None else "every_row" if save.every_row else "policy"
     spec = CompressStoreSpec(Target.named(target), ratio=ratio, kv_format=fmt.name, scores=scores is not None, save=kind)
     numbers = {"eps": float(eps), "inverse_kv_scale": inverse_scale(kv_scale)}
-    return Plan.of(spec, {**numbers, "rollback": save.rollback, "prefix_stride": save.prefix_stride}, rows=rows)
+    numbers |= {"rollback": save.rollback, "prefix_stride": save.prefix_stride}
+    return Plan.of(spec, numbers, rows=rows, widest=min(validate.alignment(cache), validate.alignment(state)))
 
 
 def _check_sparse_indices(a: Mapping[str, Any], target: Target | None) -> None:
@@ -293,7 +301,11 @@ def _index_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
         None if ids is None else ids.shape[1],
         a["compressed_block_table"] is not None,
         a["slots"] is not None,
-        *(a["source"], a["ratio"], a["width"], a["window"], a["compressed"]),
+        a["source"],
+        a["ratio"],
+        a["width"],
+        a["window"],
+        a["compressed"],
     )
 
 
@@ -317,8 +329,8 @@ def _plan_sparse_indices(
     sizes = {"window_pages": window.pages, "window_page_rows": window.page_rows, "window_span": window.span, "ratio": ratio}
     if compressed is not None:
         sizes |= {"compressed_pages": compressed.pages, "compressed_page_rows": compressed.page_rows, "compressed_span": compressed.span}
-    spec = SparseIndicesSpec(Target.named(target), source=source.value, slots=slots)
-    return Plan.of(spec, sizes, rows=rows, size=validate.sparse_indices_width(a))
+    spec, columns = SparseIndicesSpec(Target.named(target), source=source.value, slots=slots), validate.sparse_indices_width(a)
+    return Plan.of(spec, sizes, rows=rows, size=columns, widest=32 if columns % 8 == 0 else 16)
 
 
 def _index_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], Indices]:
@@ -369,9 +381,19 @@ def _insert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
     rows, heads, _ = a["q"].shape
     cache = a["kv_cache"]
     return (
-        *(rows > 0, heads, a["cos_sin"].shape[0] > 0),
-        *(a["padded_heads"], a["eps"], a["q_scale"], a["kv_scale"], a["q_dtype"], a["apply_q_norm"], a["backend"]),
-        *(cache.dtype, cache.shape, cache.stride()),
+        rows > 0,
+        heads,
+        a["cos_sin"].shape[0] > 0,
+        a["padded_heads"],
+        a["eps"],
+        a["q_scale"],
+        a["kv_scale"],
+        a["q_dtype"],
+        a["apply_q_norm"],
+        a["backend"],
+        cache.dtype,
+        cache.shape,
+        cache.stride(),
     )
 
 
@@ -404,7 +426,7 @@ def _plan_qkv_insert(
     name = "bf16" if q_dtype is torch.bfloat16 else "e4m3"
     spec = QkvInsertSpec(Target.named(target), kv_format=fmt.name, q_dtype=name, apply_q_norm=apply_q_norm)
     numbers = {"eps": float(eps), "inverse_q_scale": inverse_scale(q_scale), "inverse_kv_scale": inverse_scale(kv_scale)}
-    return Plan.of(spec, numbers, rows=rows, size=validate.insert_heads(heads, padded_heads))
+    return Plan.of(spec, numbers, rows=rows, size=validate.insert_heads(heads, padded_heads), widest=validate.alignment(cache))
 
 
 def _insert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], torch.Tensor]:
@@ -424,6 +446,7 @@ _COMPRESS_STORE = Operation(
     anchor="state_slots",
     tensors=validate.COMPRESS_STORE,
     vectors=("kv_score", "ape", "state", "norm_weight", "kv_cache"),
+    strided=("kv_score",),
     check=_check_compress_store,
     value_check=value_checks.compress_store,
     facts=_compress_facts,
@@ -439,6 +462,7 @@ _SPARSE_INDICES = Operation(
     anchor="positions",
     tensors=validate.SPARSE_INDICES,
     vectors=("ids", "table", "window_table", "compressed_table"),
+    strided=("ids",),
     check=_check_sparse_indices,
     value_check=value_checks.sparse_indices,
     facts=_index_facts,
@@ -454,6 +478,7 @@ _QKV_INSERT = Operation(
     anchor="q",
     tensors=validate.QKV_INSERT + validate.QKV_INSERT_OUT,
     vectors=("q", "kv", "kv_cache", "cos_sin", "out"),
+    strided=("q", "kv"),
     check=_check_qkv_insert,
     value_check=value_checks.qkv_insert,
     facts=_insert_facts,
