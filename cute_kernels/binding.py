@@ -167,8 +167,10 @@ class Bound:
         scalars = [n for n in rest if n not in rules and n not in operation.made]
         optional = [n for n in rest if n not in layouts and n not in scalars and rules.get(n, True)]
         looks = [*map(_layout, layouts), *map(_value, scalars)]
-        if varying.keys() & set(operation.vectors) and self._target is not None and self._target.vector_bytes > ALIGNMENT:
-            looks.append(operation.vector_bytes)
+        vectors = [n for n in operation.vectors if n in varying]
+        if vectors and self._target is not None and self._target.vector_bytes > ALIGNMENT:
+            # Strides are left to the compiled function: one refusal, and the narrower kernel is remembered instead.
+            looks.append(lambda varying: validate.vector_bytes([varying[n] for n in vectors]))
         if len(self._forms) >= MOST_FORMS:
             self._forms.clear()
         form = self._forms[tuple(varying)] = Form(tuple(shapes), tuple(optional), tuple(looks))

@@ -135,12 +135,8 @@ class Operation:
         """The kernel for the arguments' alignment. Where there is but one the compiled function checks it."""
         if len(plan.specs) < 2:
             return plan.specs[0] if plan.specs else None
-        return plan.specs[self.vector_bytes(arguments) // 32]
-
-    def vector_bytes(self, arguments: Mapping[str, Any]) -> int:
-        """The access width that those of `arguments` allow that facts do not see."""
         addresses, strided = ([arguments[n] for n in names if n in arguments] for names in (self.vectors, self.strided))
-        return validate.vector_bytes(addresses, strided)
+        return plan.specs[validate.vector_bytes(addresses, strided) // 32]
 
     def _regular(self, a: Mapping[str, Any], target: Target) -> Mapping[str, Any] | None:
         """After a refusal: the typed error of the argument at fault, else `a` with regular strides for empty tables, if it has others."""

@@ -225,7 +225,7 @@ def alignment(value: torch.Tensor) -> int:
     return bits & -bits
 
 
-def vector_bytes(addresses: Iterable[torch.Tensor | None], strided: Iterable[torch.Tensor | None]) -> int:
+def vector_bytes(addresses: Iterable[torch.Tensor | None], strided: Iterable[torch.Tensor | None] = ()) -> int:
     """The access width, 16 or 32 bytes, that the addresses of some tensors and the strides of others allow; None: not given."""
     bits = 32
     for value in addresses:
