@@ -17,7 +17,7 @@ from cute_kernels.binding import Bound
 from cute_kernels.target import Target
 from ptx_emulator import device
 from tests.cpu.test_validate import CALLS, behind_a_compiled_function, sweep
-from tests.emulator.emulated import emulated
+from tests.emulator.emulated import at_alignment, emulated
 
 
 def on_this_device(change: dict[str, Any]) -> bool:
@@ -123,7 +123,8 @@ LATER: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
 def test_a_bound_call_launches_what_the_plain_call_launches(name, earlier, change, blamed, nowhere, monkeypatch):
     """Kernel, arguments and result of a bound call that follows another one are those of the plain call; so is its error."""
     call, make, _ = CALLS[name]
-    good = {**make(**earlier), "target": Target.named("sm_100a")}
+    aligned = {n: at_alignment(v, 32) if isinstance(v, torch.Tensor) else v for n, v in make(**earlier).items()}
+    good = {**aligned, "target": Target.named("sm_100a")}
     later = {n: good[n][:new] if type(new) is int and isinstance(good[n], torch.Tensor) else new for n, new in change.items()}
     bound = bind(call, {n: v for n, v in good.items() if n not in change})
     seen: list[Any] = []
