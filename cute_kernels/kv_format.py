@@ -11,6 +11,7 @@ Kinds of rows (facts and byte diagrams: docs/spec.md):
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -182,6 +183,13 @@ class PoolGeometry:
                 "at most 2^31, since an index is an int32",
                 hint="use fewer pages, or a smaller block span",
             )
+
+    def __hash__(self) -> int:
+        return self._hash  # two geometries are part of what every call of `sparse_indices` is remembered by
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.pages, self.page_rows, self.span))
 
     @property
     def slots(self) -> int:
