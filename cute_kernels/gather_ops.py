@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import torch_gather, validate
-from cute_kernels.compile.spec import ConvertIndicesSpec, GatherUpconvertSpec, KernelSpec
+from cute_kernels.compile.spec import ConvertIndicesSpec, GatherUpconvertSpec
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.kv_format import GATHERED, HEAD_DIM, INLINE, ROPE_DIM, check_pages, gathered_format
-from cute_kernels.launching import Operation, Plan, reference_call
+from cute_kernels.launching import Operation, Plan, Refused, reference_call
 from cute_kernels.target import Target
 from cute_kernels.validate import Arg, Layout
 from cute_kernels.value_checks import require_values
@@ -47,7 +48,7 @@ def gather_upconvert(
     zeros; starts that decrease give some request's row or zeros, never an access outside. Nothing is read on the host.
     Source of the rules: docs/spec.md, "Dense prefill". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return torch_gather.gather_upconvert(cache, out, block_table, workspace_starts, seq_starts, kv_scale, target)
     return GATHER_UPCONVERT.run(locals())
 
@@ -88,7 +89,7 @@ def convert_indices(
     Source of the rules: docs/spec.md, "Dense prefill". Raises `InvalidArgument` (also for a request map of another length than the ids'),
     `UnsupportedRequest`, `MissingKernel`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tensors = (ids, token_to_req, block_table, workspace_starts, prefill_request_id)
         return torch_gather.convert_indices(*tensors, page_rows, block_stride_rows, pages, return_counts, out, counts, target)
     return CONVERT_INDICES.run(locals())
@@ -122,34 +123,41 @@ def _check_starts(starts: torch.Tensor, requests: int) -> None:
         raise InvalidArgument("workspace_starts", f"{starts.shape[0]} entries", f"{requests} or {requests + 1}, as block_table's rows")
 
 
-def _plan_gather(a: Mapping[str, Any], target: Target, vectors: tuple[Arg, ...], widest: int) -> Plan:
+def _gather_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
     cache, out, requests = a["cache"], a["out"], a["block_table"].shape[0]
-    if out.shape[0] == 0 or requests == 0:
-        return None, {}, out
-    _check_starts(a["workspace_starts"], requests)
-    if out.stride(0) < out.shape[1]:  # no symbol of the compiled function ties the two
-        _check_gather(a, target)
-    width = validate.vector_bytes(vectors, a, widest)
-    spec, scale = _gather_spec(target, width, a["seq_starts"] is not None, a["kv_scale"], cache.dtype, cache.shape, cache.stride())
-    return spec, {**a, "kv_scale": scale}, out
+    rows, columns = out.shape
+    return (
+        rows > 0 and requests > 0,
+        0 <= a["workspace_starts"].shape[0] - requests <= 1,
+        rows == 1 or out.stride(0) >= columns,
+        a["seq_starts"] is not None,
+        a["kv_scale"],
+        cache.dtype,
+        cache.shape,
+        cache.stride(),
+    )
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _gather_spec(
-    target: Target,
-    vector_bytes: int,
+def _plan_gather(
+    target: str,
+    rows: bool,
+    starts: bool,
+    apart: bool,
     seq_starts: bool,
     kv_scale: float | None,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
-) -> tuple[KernelSpec, float]:
-    """The spec and scale of a call, checked; remembered, because an engine asks for the same ones layer after layer."""
+) -> Plan:
+    """starts: as many as requests; apart: rows of `out` do not overlap."""
+    if not starts or not apart:
+        raise Refused
     cache = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     fmt = gathered_format(cache)
     check_pages(cache, "cache")
     scale = validate.scale("kv_scale", kv_scale, fmt)
-    return GatherUpconvertSpec(target, vector_bytes, kv_format=fmt.name, seq_starts=seq_starts), scale
+    return Plan.of(GatherUpconvertSpec(Target.named(target), kv_format=fmt.name, seq_starts=seq_starts), {"kv_scale": scale}, rows=rows)
 
 
 def _gather_values(a: Mapping[str, Any]) -> None:
@@ -166,10 +174,16 @@ GATHER_UPCONVERT = Operation(
     public=gather_upconvert,
     anchor="cache",
     tensors=GATHER_TENSORS,
-    vectors=tuple(arg for arg in GATHER_TENSORS if arg.name == "out"),
+    vectors=("out",),
+    strided=("out",),
     check=_check_gather,
     value_check=_gather_values,
+    facts=_gather_facts,
+    shapes=("block_table", "workspace_starts"),
+    layouts=("cache", "out"),
     plan=_plan_gather,
+    made=("out",),
+    outputs=lambda a, plan: ({}, a["out"]),
     reference=lambda a, target: reference_call("gather_upconvert", a),
 )
 
@@ -212,7 +226,6 @@ def _check_maps(a: Mapping[str, Any], rows: int) -> None:
         raise InvalidArgument("counts", "a tensor", "None without return_counts=True")
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
 def _convert_sizes(page_rows: int, block_stride_rows: int | None, pages: int | None) -> dict[str, int]:
     """Scalar arguments of the kernel, checked."""
     validate.integer("page_rows", page_rows, 1)
@@ -223,28 +236,51 @@ def _convert_sizes(page_rows: int, block_stride_rows: int | None, pages: int | N
     return {"pages": min(most, 2**31 - 1) if pages is None else pages, "page_rows": page_rows, "block_stride_rows": span}
 
 
-def _plan_convert(a: Mapping[str, Any], target: Target, vectors: tuple[Arg, ...], widest: int) -> Plan:
-    ids, out, counts, compact = a["ids"], a["out"], a["counts"], a["return_counts"]
+def _convert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
+    (rows, k), out = a["ids"].shape, a["out"]
+    return (
+        rows > 0,
+        out is None or rows == 1 or out.stride(0) >= k,
+        a["prefill_request_id"] is not None,
+        a["workspace_starts"] is not None,
+        a["counts"] is not None,
+        a["return_counts"],
+        a["page_rows"],
+        a["block_stride_rows"],
+        a["pages"],
+    )
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _plan_convert(
+    target: str,
+    rows: bool,
+    apart: bool,
+    prefill: bool,
+    starts: bool,
+    counts: bool,
+    return_counts: bool,
+    page_rows: int,
+    block_stride_rows: int | None,
+    pages: int | None,
+) -> Plan:
+    """apart: rows of `out` do not overlap. The compiled function itself ties the number of rows of all tensors."""
+    if not apart or prefill != starts or not isinstance(return_counts, bool) or (counts and not return_counts):
+        raise Refused
+    spec = ConvertIndicesSpec(Target.named(target), prefill=prefill, compact=return_counts)
+    return Plan.of(spec, _convert_sizes(page_rows, block_stride_rows, pages), rows=rows)
+
+
+def _convert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], Any]:
+    ids, out, counts = a["ids"], a["out"], a["counts"]
     rows, k = ids.shape
-    _check_maps(a, rows)
-    sizes = _convert_sizes(a["page_rows"], a["block_stride_rows"], a["pages"])
     if out is None:
-        out = torch.empty((rows, -(-max(k, 1) // 8) * 8), dtype=torch.int32, device=ids.device)[:, :k]
-    elif out.stride(0) < k:
-        _check_convert(a, target)
-    if compact and counts is None:
-        counts = torch.empty(rows, dtype=torch.int32, device=ids.device)
-    result = (out, counts) if compact else out
-    if rows == 0:
-        return None, {}, result
-    width = validate.vector_bytes(vectors, {"ids": ids, "out": out}, widest)
-    spec = _convert_spec(target, width, a["prefill_request_id"] is not None, compact)
-    return spec, {**a, **sizes, "out": out, "counts": counts}, result
-
-
-@functools.lru_cache(maxsize=256)
-def _convert_spec(target: Target, vector_bytes: int, prefill: bool, compact: bool) -> KernelSpec:
-    return ConvertIndicesSpec(target, vector_bytes, prefill=prefill, compact=compact)
+        out = ids.new_empty_strided((rows, k), (-(-max(k, 1) // 8) * 8, 1))
+    if not a["return_counts"]:
+        return {"out": out}, out
+    if counts is None:
+        counts = ids.new_empty(rows)
+    return {"out": out, "counts": counts}, (out, counts)
 
 
 def _convert_values(a: Mapping[str, Any]) -> None:
@@ -263,9 +299,15 @@ CONVERT_INDICES = Operation(
     public=convert_indices,
     anchor="ids",
     tensors=CONVERT_TENSORS,
-    vectors=tuple(arg for arg in CONVERT_TENSORS if arg.vector),
+    vectors=("ids", "out"),
+    strided=("ids", "out"),
     check=_check_convert,
     value_check=_convert_values,
+    facts=_convert_facts,
+    shapes=("ids",),
+    layouts=("out",),
     plan=_plan_convert,
+    made=("out", "counts"),
+    outputs=_convert_outputs,
     reference=lambda a, target: reference_call("convert_indices", a),
 )

@@ -160,6 +160,10 @@ class PoolGeometry:
     span: int
 
     def __post_init__(self) -> None:
+        for name in ("pages", "page_rows", "span"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+                raise InvalidArgument(f"geometry.{name}", repr(value), "an int", hint="PoolGeometry.of(cache) reads them from a cache")
         if self.pages < 0 or self.page_rows < 1 or self.span < self.page_rows:
             raise InvalidArgument(
                 "geometry", f"pages={self.pages}, page_rows={self.page_rows}, span={self.span}", "pages >= 0, 1 <= page_rows <= span"
@@ -172,6 +176,14 @@ class PoolGeometry:
                 hint="use fewer pages, or a smaller block span",
             )
 
+    _hash = 0
+
+    def __hash__(self) -> int:
+        """Kept: two geometries are part of what every call of `sparse_indices` is remembered by."""
+        if not self._hash:
+            object.__setattr__(self, "_hash", hash((self.pages, self.page_rows, self.span)))
+        return self._hash
+
     @property
     def slots(self) -> int:
         return self.pages * self.page_rows
@@ -183,6 +195,8 @@ class PoolGeometry:
     @staticmethod
     def of(cache: torch.Tensor, argument: str = "kv_cache") -> PoolGeometry:
         """The geometry of a cache tensor [pages, page_rows, row]; `InvalidArgument` for strides no kernel can address."""
+        if not isinstance(cache, torch.Tensor):
+            raise InvalidArgument(argument, "None" if cache is None else f"a {type(cache).__name__}", "a torch.Tensor [pages, rows, row]")
         fmt = format_of(cache, argument)
         check_pages(cache, argument)
         page_stride, (pages, page_rows, width) = cache.stride(0), cache.shape
