@@ -6,6 +6,8 @@ from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, CopyR2GOp
 
 STREAM = CacheEvictionPriority.NO_ALLOCATE  # read once: leave L1 to what is read again
 KEEP = CacheEvictionPriority.EVICT_NORMAL
+# An L2 policy as createpolicy.fractional.L2::evict_first makes it for all accesses: lines go before any others.
+EVICT_FIRST = 0x12F0000000000000
 
 
 def base_address(tensor: cute.Tensor) -> Int64:
@@ -32,12 +34,16 @@ def load_vector(address: Int64, fragment: cute.Tensor, priority=KEEP) -> None:
     cute.copy(atom, at(address, dtype, count), fragment)
 
 
-def store_vector(address: Int64, fragment: cute.Tensor) -> None:
-    """Write a register fragment to consecutive bytes in one access (two, where the architecture has no wide enough one)."""
+def store_vector(address: Int64, fragment: cute.Tensor, streaming: bool = False) -> None:
+    """Write a register fragment to consecutive bytes in one access (two, where the architecture has no wide enough one).
+
+    streaming   more is written than L2 holds: these lines leave it first
+    """
     count = cute.size(fragment)
     dtype = fragment.element_type
     atom = cute.make_copy_atom(CopyR2GOp(), dtype, num_bits_per_copy=count * dtype.width)
-    cute.copy(atom, fragment, at(address, dtype, count))
+    policy = {"cache_policy": Int64(EVICT_FIRST)} if streaming else {}
+    cute.copy(atom, fragment, at(address, dtype, count), **policy)
 
 
 def in_range(value, limit) -> cutlass.Boolean:
