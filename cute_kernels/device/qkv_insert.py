@@ -132,7 +132,7 @@ class InsertKernel:
                 self.rotate_fused(values, rotation, lane)
                 if cutlass.const_expr(mA.eps is None and mA.inverse_q_scale is not None):
                     scale(values, mA.inverse_q_scale)
-                self.store_head(mA, target + b * memory.byte_stride(mA.out, 1), lane, values)
+                self.store_head(mA, target + b * memory.byte_stride(mA.out, 1), lane, values, count > 1)
                 in_order()  # heads one after the other, or their values would not fit the registers
         else:
             self.store_zeros(mA, target, lane, count)
@@ -143,10 +143,10 @@ class InsertKernel:
         return row + Int64(head) * memory.byte_stride(heads, 1)
 
     @cute.jit
-    def store_head(self, mA: Arguments, row: Int64, lane: Int32, values: cute.Tensor):
-        """Write one head."""
+    def store_head(self, mA: Arguments, row: Int64, lane: Int32, values: cute.Tensor, streaming: cutlass.Constexpr):
+        """Write one head; `streaming`: of a step with more than the L2 holds."""
         for p in cutlass.range_constexpr(self.pieces):
-            self.q_writer(mA).store(row, self.column(p, lane), self.piece(values, p))
+            self.q_writer(mA).store(row, self.column(p, lane), self.piece(values, p), streaming)
 
     @cute.jit
     def store_zeros(self, mA: Arguments, row: Int64, lane: Int32, count: cutlass.Constexpr):
@@ -154,7 +154,7 @@ class InsertKernel:
         values = cute.make_rmem_tensor(cute.make_layout(HEAD_DIM // WARP), Float32)
         values.fill(0.0)
         for b in cutlass.range_constexpr(count):
-            self.store_head(mA, row + b * memory.byte_stride(mA.out, 1), lane, values)
+            self.store_head(mA, row + b * memory.byte_stride(mA.out, 1), lane, values, False)
 
     @cute.jit
     def insert_kv(self, mA: Arguments, token: Int32, lane: Int32):
