@@ -1,8 +1,9 @@
 """The gather of dense prefill, for both families: rows of a paged FP8 cache become BF16 rows of a workspace, request after request.
 
-A warp serves four consecutive rows of the workspace. Eight lanes find each row's place in the cache: its request by a search in ninths,
-its page in the block table; and load what the row has few of, its scales and its BF16 values. Then the whole warp loads the codes of all
-four rows before it uses the first, converts, and stores. What differs between formats is a value, a `RowReader`.
+A warp, which is a block of its own, serves four consecutive rows of the workspace. Eight lanes find each row's place in the cache: its
+request by a search in ninths, its page in the block table; and load what the row has few of, its scales and its BF16 values. Then the
+whole warp loads the codes of all four rows before it uses the first, converts, and stores. What differs between formats is a value, a
+`RowReader`.
 """
 
 from dataclasses import dataclass
@@ -29,12 +30,12 @@ from cute_kernels.kv_format import (
 )
 
 WARP = 32
-WARPS = 4  # of a block
+WARPS = 1  # of a block: places on an SM are taken again one by one
 ROWS = 4  # of a warp
 LANES = WARP // ROWS  # that look after one row
 ROPE = ROPE_DIM // LANES  # BF16 values of a row's lane, one 16-byte access
 # Blocks that should fit on an SM at once: 32 warps, which bounds the registers.
-RESIDENT = 8
+RESIDENT = 32
 
 
 @dataclass(frozen=True)
@@ -214,11 +215,11 @@ class GatherKernel:
                     values = convert.to_fp32(codes_of_row[k][None, p])
                     for i in cutlass.range_constexpr(self.columns):
                         values[i] = values[i] * own
-                    memory.store_vector(target + Int64(column) * 2, convert.to_bf16(values))
+                    memory.store_vector(target + Int64(column) * 2, convert.to_bf16(values), streaming=True)
         if cutlass.const_expr(reader.rope is not None):
             if owned:
                 target = memory.base_address(mA.out) + Int64(row) * memory.byte_stride(mA.out, 0)
-                memory.store_vector(target + (reader.codes * 2) + Int64(lane % LANES) * 16, rope)
+                memory.store_vector(target + (reader.codes * 2) + Int64(lane % LANES) * 16, rope, streaming=True)
 
     @cute.jit
     def load_codes(self, source: Int64, found: cutlass.Boolean, codes: cute.Tensor, lane: Int32):
@@ -229,7 +230,7 @@ class GatherKernel:
             for p in cutlass.range_constexpr(self.pieces):
                 column = self.column(p, lane)
                 if column < self.reader.codes:
-                    memory.load_vector(source + Int64(column), codes[None, p])
+                    memory.load_vector(source + Int64(column), codes[None, p], memory.STREAM)
 
     def column(self, p: int, lane: Int32) -> Int32:
         """First column of a lane's piece `p`: lanes lie side by side."""
