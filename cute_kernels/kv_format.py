@@ -11,6 +11,7 @@ Kinds of rows (facts and byte diagrams: docs/spec.md):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -104,27 +105,23 @@ def formats_of(family: str) -> tuple[KVFormat, ...]:
 
 def format_of(cache: torch.Tensor, argument: str = "kv_cache") -> KVFormat:
     """The format that a cache tensor's dtype and last dimension spell."""
-    for fmt in FORMATS.values():
-        if cache.dtype == fmt.dtype and cache.dim() == 3 and cache.shape[-1] == fmt.row_elements:
-            return fmt
-    raise InvalidArgument(
-        argument,
-        f"{cache.dtype} {list(cache.shape)}",
-        "[pages, rows, 512] bfloat16 or float8_e4m3fn, or [pages, rows, 584] uint8 (packed fp8_ds_mla)",
-        hint="cache.squeeze(-2) drops the head axis" if cache.dim() == 4 and cache.shape[-2] == 1 else "",
-    )
+    wanted = "[pages, rows, 512] bfloat16 or float8_e4m3fn, or [pages, rows, 584] uint8 (packed fp8_ds_mla)"
+    return _spelled(cache, argument, FORMATS, wanted)
 
 
 def gathered_format(cache: torch.Tensor, argument: str = "cache") -> KVFormat:
     """The format of a cache that `gather_upconvert` reads."""
-    for fmt in GATHERED.values():
+    wanted = "[pages, rows, 656] uint8 (V3.2), [pages, rows, 584] uint8 (packed fp8_ds_mla) or [pages, rows, 512] float8_e4m3fn"
+    return _spelled(cache, argument, GATHERED, wanted)
+
+
+def _spelled(cache: torch.Tensor, argument: str, formats: Mapping[str, KVFormat], wanted: str) -> KVFormat:
+    """The one of `formats` that dtype and last dimension of [pages, rows, elements] spell."""
+    for fmt in formats.values():
         if cache.dtype == fmt.dtype and cache.dim() == 3 and cache.shape[-1] == fmt.row_elements:
             return fmt
-    raise InvalidArgument(
-        argument,
-        f"{cache.dtype} {list(cache.shape)}",
-        "[pages, rows, 656] uint8 (V3.2), [pages, rows, 584] uint8 (packed fp8_ds_mla) or [pages, rows, 512] float8_e4m3fn",
-    )
+    hint = "cache.squeeze(-2) drops the head axis" if cache.dim() == 4 and cache.shape[-2] == 1 else ""
+    raise InvalidArgument(argument, f"{cache.dtype} {list(cache.shape)}", wanted, hint=hint)
 
 
 def check_pages(cache: torch.Tensor, argument: str) -> None:

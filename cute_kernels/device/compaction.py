@@ -1,9 +1,11 @@
 """Order-preserving compaction of table entries: the valid ones (>= 0) first, -1 in every lane after.
 
-A warp holds entries of a row chunk by chunk, `vector` consecutive ones a lane. Usually all it holds are valid and go out in
-vector stores as they stand; else they are gathered in shared memory at their ranks, and go out in vector stores from there.
+A warp holds entries of a row chunk by chunk, `vector` consecutive ones a lane. A row's valid entries usually come first already: then a
+batch goes out in vector stores as it stands, the -1s after its last valid entry included. Else each valid entry goes to its rank.
 The caller ends the row with `fill`.
 """
+
+import itertools
 
 import cutlass
 import cutlass.cute as cute
@@ -12,11 +14,8 @@ from cutlass import Boolean, Int32
 from cute_kernels.device.memory import base_address, store_vector
 
 WARP = cute.arch.WARP_SIZE
-
-
-def stage_words(entries_per_warp: int, vector: int) -> int:
-    """int32 words of shared memory that `store_compacted` needs for each warp."""
-    return entries_per_warp + vector
+# Beside a warp's number of valid entries: they are not the first of its share.
+RAGGED = 1 << 16
 
 
 @cute.jit
@@ -28,109 +27,147 @@ def all_valid(entries: cute.Tensor) -> Boolean:
     return cute.arch.vote_all_sync(merged >= 0)
 
 
-@cute.jit
-def valid_before(entries: cute.Tensor, lane: Int32):
-    """Of each chunk, the valid entries in the lanes before this one and in all lanes, `32 // chunks` bits for each chunk.
+def valid_lanes(entries: cute.Tensor, chunk: int) -> list[Int32]:
+    """Of a chunk, the lanes whose entry is valid: a mask for each entry of a lane."""
+    return [cute.arch.vote_ballot_sync(entries[i, chunk] >= 0) for i in range(entries.shape[0])]
 
-    One scan serves all chunks: a chunk has at most 32 * vector valid entries, which fit its bits.
+
+def number(valid: list[Int32]) -> Int32:
+    """Valid entries of a chunk."""
+    return sum((cute.arch.popc(lanes) for lanes in valid), Int32(0))
+
+
+def count_valid(entries: cute.Tensor) -> tuple[Int32, Boolean]:
+    """(valid entries of the warp, none of them comes after one that is not)."""
+    count, late, full = Int32(0), Int32(0), Int32(-1)
+    for chunk in range(entries.shape[1]):
+        valid = valid_lanes(entries, chunk)
+        count = count + number(valid)
+        for before, after in itertools.pairwise(valid):
+            late = late | (after & ~before)
+        # The first entry of each lane, against the last of the lane before.
+        late = late | (valid[0] & ~((valid[-1] << 1) | ((full >> 31) & 1)))
+        full = valid[-1]
+    return count, late == 0
+
+
+@cute.jit
+def store_as_they_stand(
+    entries: cute.Tensor, gRow: cute.Tensor, begin: Int32, lane: Int32, reach: cutlass.Constexpr, streaming: cutlass.Constexpr
+):
+    """Store entries, valid or not, at columns begin.. of a row, `begin` being a multiple of the vector.
+
+    reach  the row has a column for "every" entry; or ends somewhere, after a number of whole "vectors" or "anywhere"
     """
     vector, chunks = entries.shape
-    own = Int32(0)
+    bits = vector.bit_length() - 1
+    gVectors = cute.zipped_divide(gRow, (vector,))
     for chunk in cutlass.range_constexpr(chunks):
-        valid = Int32(0)
+        index = (begin >> bits) + lane + chunk * WARP
+        if cutlass.const_expr(reach == "every"):
+            store_vector(base_address(gVectors[None, index]), entries[None, chunk], streaming)
+        elif index < cute.size(gRow) >> bits:
+            store_vector(base_address(gVectors[None, index]), entries[None, chunk], streaming)
+        elif cutlass.const_expr(reach == "anywhere"):
+            for i in cutlass.range_constexpr(vector - 1):
+                if (index << bits) + i < cute.size(gRow):
+                    gRow[(index << bits) + i] = entries[i, chunk]
+
+
+@cute.jit
+def store_ranked(entries: cute.Tensor, gRow: cute.Tensor, begin: Int32, lane: Int32):
+    """Store the valid entries in order from column `begin` on."""
+    vector, chunks = entries.shape
+    lower = (1 << lane) - 1
+    cute.arch.sync_warp()  # some columns may hold a -1 that another lane stored
+    for chunk in cutlass.range_constexpr(chunks):
+        valid = valid_lanes(entries, chunk)
+        place = begin
         for i in cutlass.range_constexpr(vector):
-            valid = valid + Int32(entries[i, chunk] >= 0)
-        own = own | (valid << (32 // chunks * chunk))
-    through = own
-    for distance in (1, 2, 4, 8, 16):
-        other = cute.arch.shuffle_sync_up(through, distance, mask_and_clamp=0)
-        through = through + Int32(cutlass.select_(lane >= distance, other, Int32(0)))
-    return through - own, cute.arch.shuffle_sync(through, WARP - 1)
+            place = place + cute.arch.popc(valid[i] & lower)
+        for i in cutlass.range_constexpr(vector):
+            if entries[i, chunk] >= 0:
+                gRow[place] = entries[i, chunk]
+            place = place + Int32(entries[i, chunk] >= 0)
+        begin = begin + number(valid)
 
 
 @cute.jit
-def of_chunk(packed: Int32, chunk: cutlass.Constexpr, chunks: cutlass.Constexpr) -> Int32:
-    """The count of one chunk out of `valid_before`'s."""
-    count = packed
-    if cutlass.const_expr(chunks > 1):
-        count = (packed >> (32 // chunks * chunk)) & ((1 << 32 // chunks) - 1)
-    return count
-
-
-@cute.jit
-def count_valid(entries: cute.Tensor, lane: Int32) -> Int32:
-    """Valid entries of the warp."""
-    count = Int32(cute.size(entries) * WARP)
-    if not all_valid(entries):
-        _, total = valid_before(entries, lane)
-        count = Int32(0)
-        for chunk in cutlass.range_constexpr(entries.shape[1]):
-            count = count + of_chunk(total, chunk, entries.shape[1])
-    return count
-
-
-@cute.jit
-def store_compacted(entries: cute.Tensor, gRow: cute.Tensor, begin: Int32, lane: Int32, sStage: cute.Tensor) -> Int32:
-    """Store the warp's valid entries in order from column `begin` on; returns the column after the last.
+def store_by_warp(
+    entries: cute.Tensor, gRow: cute.Tensor, first: Int32, count: Int32, filled: Int32, lane: Int32, streaming: cutlass.Constexpr
+):
+    """Store the valid ones of a warp's entries in order from column `count` on. One warp has the row.
 
     entries  registers (vector, chunks): consecutive entries of this lane, chunk by chunk of the warp
-    gRow     the table row [width], its start aligned to a whole vector
-    sStage   shared memory of this warp alone, `stage_words` words, aligned to a whole vector
+    gRow     the table row [width], its start aligned to a whole vector, width a multiple of it
+    first    number of entries that came before
+    count    valid ones among them
+    filled   columns from `count` to here hold -1 already
+
+    Returns the new (count, filled).
     """
-    vector, chunks = entries.shape
-    gVectors = cute.zipped_divide(gRow, (vector,))
-    bits = vector.bit_length() - 1  # shifts and masks: columns are never negative, which a signed division would provide for
-    ahead = begin & (vector - 1)
-    first = begin >> bits
-    end = begin + cute.size(entries) * WARP
-    if all_valid(entries) & (ahead == 0):
-        for chunk in cutlass.range_constexpr(chunks):
-            store_vector(base_address(gVectors[None, first + chunk * WARP + lane]), entries[None, chunk])
+    if all_valid(entries) & (count == first):
+        store_as_they_stand(entries, gRow, first, lane, "every", streaming)
+        count = count + cute.size(entries) * WARP
     else:
-        before, total = valid_before(entries, lane)
-        staged = ahead
-        for chunk in cutlass.range_constexpr(chunks):
-            place = staged + of_chunk(before, chunk, chunks)
-            for i in cutlass.range_constexpr(vector):
-                if entries[i, chunk] >= 0:
-                    sStage[place] = entries[i, chunk]
-                place = place + Int32(entries[i, chunk] >= 0)
-            staged = staged + of_chunk(total, chunk, chunks)
-        end = begin + staged - ahead
-        cute.arch.sync_warp()
-        # Whole vectors from the stage, then the entries before the first and after the last of them.
-        sVectors = cute.zipped_divide(sStage, (vector,))
-        whole = staged >> bits
-        for chunk in cutlass.range_constexpr(chunks):
-            index = chunk * WARP + lane
-            if (index < whole) & ((index > 0) | (ahead == 0)):
-                copied = cute.make_rmem_tensor(cute.make_layout(vector), Int32)
-                cute.autovec_copy(sVectors[None, index], copied)
-                store_vector(base_address(gVectors[None, first + index]), copied)
-        column = (first << bits) + lane
-        if (lane >= ahead) & (lane < cutlass.min(staged, Int32(vector))) & (ahead > 0):
-            gRow[column] = sStage[lane]
-        last = (whole << bits) + lane
-        if (last < staged) & ((whole > 0) | (ahead == 0)):
-            gRow[column + (whole << bits)] = sStage[last]
-        cute.arch.sync_warp()
-    return end
+        own, in_order = count_valid(entries)
+        if in_order & (count == first):
+            store_as_they_stand(entries, gRow, first, lane, "vectors", streaming)
+            filled = cutlass.min(first + cute.size(entries) * WARP, Int32(cute.size(gRow)))
+        else:
+            store_ranked(entries, gRow, count, lane)
+        count = count + own
+    return count, filled
 
 
 @cute.jit
-def store_ranked(entry: Int32, gRow: cute.Tensor, begin: Int32, lane: Int32, stores: Boolean) -> Int32:
-    """Store one entry of each lane, if valid, in order from column `begin` on, in the warp that `stores`; returns the column after."""
-    valid = cute.arch.vote_ballot_sync(entry >= 0)
-    if stores & (entry >= 0):
-        gRow[begin + cute.arch.popc(valid & ((1 << lane) - 1))] = entry
-    return begin + cute.arch.popc(valid)
+def store_by_warps(
+    entries: cute.Tensor,
+    gRow: cute.Tensor,
+    first: Int32,
+    count: Int32,
+    filled: Int32,
+    share: Int32,
+    warps: cutlass.Constexpr,
+    sWords: cute.Tensor,
+    lane: Int32,
+    reach: cutlass.Constexpr,
+):
+    """As `store_by_warp`, where `warps` warps hold consecutive shares of the entries; this one has number `share`.
+
+    sWords   shared memory, a word for each warp, aligned to all of them; not the same one for two calls in a row
+    reach    where the row may end: after whole "vectors", or "anywhere"
+    """
+    each = cute.size(entries) * WARP
+    own, in_order = count_valid(entries)
+    if lane == 0:
+        sWords[share] = own | Int32(cutlass.select_(in_order, Int32(0), Int32(RAGGED)))
+    cute.arch.barrier(barrier_id=1, number_of_threads=warps * WARP)
+    words = cute.make_rmem_tensor(cute.make_layout(warps), Int32)
+    cute.autovec_copy(sWords, words)
+    begin, end = count, count
+    in_order = count == first
+    for other in cutlass.range_constexpr(warps):
+        theirs = words[other] & (RAGGED - 1)
+        in_order = in_order & (words[other] < RAGGED) & ((theirs == 0) | (end == first + other * each))
+        begin = begin + Int32(cutlass.select_(share > other, theirs, Int32(0)))
+        end = end + theirs
+    if in_order:
+        store_as_they_stand(entries, gRow, first + share * each, lane, reach, False)
+        filled = cutlass.min(first + warps * each, Int32(cute.size(gRow)))
+    else:
+        store_ranked(entries, gRow, begin, lane)
+    return end, filled
 
 
 @cute.jit
-def fill(gRow: cute.Tensor, begin: Int32, thread: Int32, threads: cutlass.Constexpr, vector: cutlass.Constexpr):
-    """-1 in columns begin.. of a table row, by `threads` threads; its width is a multiple of `vector`."""
+def fill(
+    gRow: cute.Tensor, begin: Int32, thread: Int32, threads: cutlass.Constexpr, vector: cutlass.Constexpr, streaming: cutlass.Constexpr
+):
+    """-1 in columns begin.. of a table row, by `threads` threads, as far as whole vectors of it reach."""
     bits = vector.bit_length() - 1
-    if begin < cute.size(gRow):
+    whole = cute.size(gRow) >> bits
+    if begin < whole << bits:
         head = (begin + (vector - 1)) >> bits
         if begin + thread < (head << bits):
             gRow[begin + thread] = Int32(-1)
@@ -138,5 +175,5 @@ def fill(gRow: cute.Tensor, begin: Int32, thread: Int32, threads: cutlass.Conste
         for i in cutlass.range_constexpr(vector):
             blank[i] = Int32(-1)
         gVectors = cute.zipped_divide(gRow, (vector,))
-        for index in cutlass.range(head + thread, cute.size(gRow) >> bits, threads, unroll=1):
-            store_vector(base_address(gVectors[None, index]), blank)
+        for index in cutlass.range(head + thread, whole, threads, unroll=1):
+            store_vector(base_address(gVectors[None, index]), blank, streaming)

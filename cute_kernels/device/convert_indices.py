@@ -11,10 +11,10 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.compile.spec import ConvertIndicesSpec
-from cute_kernels.device.compaction import WARP, count_valid, fill, stage_words, store_compacted, store_ranked
-from cute_kernels.device.memory import STREAM, base_address, extent, in_range, load_vector, store_vector
+from cute_kernels.device.compaction import WARP, fill, store_as_they_stand, store_by_warps
+from cute_kernels.device.memory import extent, in_range
 from cute_kernels.device.pdl import begin
-from cute_kernels.device.slots import INT32_MAX, Pool, resolve_rows
+from cute_kernels.device.slots import INT32_MAX, Pool, load_ids, resolve_rows
 
 WARPS = 4  # of a block, all on one row
 BATCH = 2  # vectors of ids that a lane holds at once
@@ -71,57 +71,33 @@ class ConvertIndices:
         row, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP)
         lane = thread % WARP
-        words = stage_words(BATCH * self.vector * WARP, self.vector)
-        stages = cute.arch.alloc_smem(Int32, words * WARPS, alignment=4 * self.vector)
-        sStage = cute.make_tensor(stages, cute.make_layout((words, WARPS)))[None, warp]
-        sCounts = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * WARPS), cute.make_layout((WARPS, 2)))
+        words = cute.arch.alloc_smem(Int32, 2 * WARPS, alignment=4 * WARPS)
+        sWords = cute.make_tensor(words, cute.make_layout((WARPS, 2)))
 
         begin(self.pdl)
         share = BATCH * self.vector * WARP  # ids of a warp in a batch
-        bits = self.vector.bit_length() - 1
         gIds, gOut = mA.ids[row, None], mA.out[row, None]
         columns = Int32(mA.ids.shape[1])
-        whole = columns >> bits << bits
         ids = cute.make_rmem_tensor(cute.make_layout((self.vector, BATCH)), Int32)
         entries = cute.make_rmem_tensor(ids.layout, Int32)
-        self.load_ids(gIds, warp * share, whole, lane, ids)
+        load_ids(gIds, warp * share, columns, lane, ids)
         state = self.state_of(mA, row, pool)
-        count, buffer = Int32(0), Int32(0)
-        for first in cutlass.range(0, whole, share * WARPS, unroll=1):
+        count, filled, buffer = Int32(0), Int32(0), Int32(0)
+        for first in cutlass.range(0, columns, share * WARPS, unroll=1):
             self.resolve(mA, ids, state, pool, entries)
             if cutlass.const_expr(self.compact):
-                own = count_valid(entries, lane)
-                if lane == 0:
-                    sCounts[warp, buffer] = own
-                cute.arch.barrier()
-                ahead = count
-                for other in cutlass.range_constexpr(WARPS):
-                    theirs = sCounts[other, buffer]
-                    count = count + theirs
-                    ahead = ahead + Int32(cutlass.select_(warp > other, theirs, Int32(0)))
-                store_compacted(entries, gOut, ahead, lane, sStage)
+                count, filled = store_by_warps(entries, gOut, first, count, filled, warp, WARPS, sWords[None, buffer], lane, "anywhere")
                 buffer = 1 - buffer
             else:
-                self.store(gOut, first + warp * share, whole, lane, entries)
-            if first + share * WARPS < whole:
-                self.load_ids(gIds, first + share * WARPS + warp * share, whole, lane, ids)
-        rest = columns - whole
-        if rest > 0:  # ids that fill no whole vector: one a lane, looked up by every warp, stored by the first
-            id_of_lane = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-            entry = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-            id_of_lane[0] = Int32(-1)
-            if lane < rest:
-                id_of_lane[0] = gIds[whole + lane]
-            self.resolve(mA, id_of_lane, state, pool, entry)
-            if cutlass.const_expr(self.compact):
-                count = store_ranked(entry[0], gOut, count, lane, warp == 0)
-            elif (warp == 0) & (lane < rest):
-                gOut[whole + lane] = entry[0]
+                store_as_they_stand(entries, gOut, first + warp * share, lane, "anywhere", False)
+            if first + share * WARPS < columns:
+                load_ids(gIds, first + share * WARPS + warp * share, columns, lane, ids)
         if cutlass.const_expr(self.compact):
-            gWhole = cute.make_tensor(gOut.iterator, cute.make_layout(whole))
-            fill(gWhole, count, thread, WARPS * WARP, self.vector)
-            if (warp == 0) & (lane < rest) & (whole + lane >= count):
-                gOut[whole + lane] = Int32(-1)
+            filled = cutlass.max(count, filled)
+            fill(gOut, filled, thread, WARPS * WARP, self.vector, False)
+            column = cutlass.max(filled, columns & -self.vector) + thread
+            if column < columns:  # what fills no whole vector
+                gOut[column] = Int32(-1)
             if thread == 0:
                 mA.counts[row] = count
 
@@ -156,25 +132,6 @@ class ConvertIndices:
                     entries[i] = Int32(cutlass.select_(valid, entry, Int32(-1)))
             else:
                 resolve_rows(ids, row.limit, mA.block_table[row.request, None], pool, entries)
-
-    @cute.jit
-    def load_ids(self, gIds: cute.Tensor, begin: Int32, whole: Int32, lane: Int32, ids: cute.Tensor):
-        """This lane's ids of columns begin.. (vector by vector of the warp), -1 past the last whole vector."""
-        ids.fill(-1)
-        gVectors = cute.zipped_divide(gIds, (self.vector,))
-        for chunk in cutlass.range_constexpr(BATCH):
-            index = (begin >> (self.vector.bit_length() - 1)) + chunk * WARP + lane
-            if index < whole >> (self.vector.bit_length() - 1):
-                load_vector(base_address(gVectors[None, index]), ids[None, chunk], STREAM)
-
-    @cute.jit
-    def store(self, gOut: cute.Tensor, begin: Int32, whole: Int32, lane: Int32, entries: cute.Tensor):
-        """The mirror of `load_ids`."""
-        gVectors = cute.zipped_divide(gOut, (self.vector,))
-        for chunk in cutlass.range_constexpr(BATCH):
-            index = (begin >> (self.vector.bit_length() - 1)) + chunk * WARP + lane
-            if index < whole >> (self.vector.bit_length() - 1):
-                store_vector(base_address(gVectors[None, index]), entries[None, chunk])
 
 
 def trace(spec: ConvertIndicesSpec) -> tuple[ConvertIndices, list[Any]]:

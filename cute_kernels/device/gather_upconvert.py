@@ -1,8 +1,9 @@
 """The gather of dense prefill, for both families: rows of a paged FP8 cache become BF16 rows of a workspace, request after request.
 
-A warp serves four consecutive rows of the workspace. Eight lanes find each row's place in the cache: its request by binary search, its
-page in the block table; and load what the row has few of, its scales and its BF16 values. Then the whole warp loads the codes of all four
-rows before it uses the first, converts, and stores. What differs between formats is a value, a `RowReader`.
+A warp, which is a block of its own, serves four consecutive rows of the workspace. Eight lanes find each row's place in the cache: its
+request by a search in ninths, its page in the block table; and load what the row has few of, its scales and its BF16 values. Then the
+whole warp loads the codes of all four rows before it uses the first, converts, and stores. What differs between formats is a value, a
+`RowReader`.
 """
 
 from dataclasses import dataclass
@@ -29,12 +30,12 @@ from cute_kernels.kv_format import (
 )
 
 WARP = 32
-WARPS = 4  # of a block
+WARPS = 1  # of a block: places on an SM are taken again one by one
 ROWS = 4  # of a warp
 LANES = WARP // ROWS  # that look after one row
 ROPE = ROPE_DIM // LANES  # BF16 values of a row's lane, one 16-byte access
 # Blocks that should fit on an SM at once: 32 warps, which bounds the registers.
-RESIDENT = 8
+RESIDENT = 32
 
 
 @dataclass(frozen=True)
@@ -137,30 +138,43 @@ class GatherKernel:
         rows = memory.extent(mA.out)
         if first < rows:
             row = first + lane // LANES
-            request = Int32(-1)
-            if row < rows:
-                request = self.request_of(mA, row)
-            page, offset = self.locate(mA, row, request, by_page_rows, positions)
+            request, start = self.request_of(mA, row, lane)
+            request = Int32(cutlass.select_(row < rows, request, Int32(-1)))
+            page, offset = self.locate(mA, row, request, start, by_page_rows, positions)
             self.copy(mA, first, row, request >= 0, page, offset, lane)
 
     @cute.jit
-    def request_of(self, mA: Arguments, row: Int32) -> Int32:
-        """The last request that starts at `row` or before, -1 if there is none."""
-        low, high = Int32(0), memory.extent(mA.block_table)
-        while low < high:
-            middle = (low + high) >> 1
-            if mA.workspace_starts[middle] <= row:
-                low = middle + 1
-            else:
-                high = middle
-        return low - 1
+    def request_of(self, mA: Arguments, row: Int32, lane: Int32):
+        """(the last request that starts at `row` or before, its start); request -1 if there is none.
+
+        The lanes of a row search together: each step narrows the requests in question, low .. high - 1, to a ninth.
+        """
+        part = lane % LANES
+        low, high, start = Int32(0), memory.extent(mA.block_table), Int32(0)
+        open_rows = cute.arch.vote_any_sync(high > low)
+        while open_rows:
+            step = (high - low + LANES) // (LANES + 1)
+            probe = low + (part + 1) * step - 1
+            begins = Int32(0)
+            before = probe < high
+            if before:
+                begins = Int32(mA.workspace_starts[probe])
+                before = begins <= row
+            passed = cute.arch.popc((cute.arch.vote_ballot_sync(before) >> (lane - part)) & ((1 << LANES) - 1))
+            last = cute.arch.shuffle_sync(begins, lane - part + cutlass.max(passed - 1, Int32(0)))
+            start = Int32(cutlass.select_(passed > 0, last, start))
+            low = low + passed * step
+            if passed < LANES:
+                high = cutlass.max(cutlass.min(high, low + step - 1), low)
+            open_rows = cute.arch.vote_any_sync(high > low)
+        return low - 1, start
 
     @cute.jit
-    def locate(self, mA: Arguments, row: Int32, request: Int32, by_page_rows: Divisor, positions: Int32):
+    def locate(self, mA: Arguments, row: Int32, request: Int32, start: Int32, by_page_rows: Divisor, positions: Int32):
         """(byte address of the row's page, its offset in the page); (0, 0) for a row that is zero or nobody's."""
         page, offset = Int64(0), Int32(0)
         if request >= 0:
-            position = Int64(row) - Int64(mA.workspace_starts[request])
+            position = Int64(row) - Int64(start)
             if cutlass.const_expr(mA.seq_starts is not None):
                 position = position + Int64(mA.seq_starts[request])
             if memory.in_range(position, Int64(positions)):
@@ -201,11 +215,11 @@ class GatherKernel:
                     values = convert.to_fp32(codes_of_row[k][None, p])
                     for i in cutlass.range_constexpr(self.columns):
                         values[i] = values[i] * own
-                    memory.store_vector(target + Int64(column) * 2, convert.to_bf16(values))
+                    memory.store_vector(target + Int64(column) * 2, convert.to_bf16(values), streaming=True)
         if cutlass.const_expr(reader.rope is not None):
             if owned:
                 target = memory.base_address(mA.out) + Int64(row) * memory.byte_stride(mA.out, 0)
-                memory.store_vector(target + (reader.codes * 2) + Int64(lane % LANES) * 16, rope)
+                memory.store_vector(target + (reader.codes * 2) + Int64(lane % LANES) * 16, rope, streaming=True)
 
     @cute.jit
     def load_codes(self, source: Int64, found: cutlass.Boolean, codes: cute.Tensor, lane: Int32):
@@ -216,7 +230,7 @@ class GatherKernel:
             for p in cutlass.range_constexpr(self.pieces):
                 column = self.column(p, lane)
                 if column < self.reader.codes:
-                    memory.load_vector(source + Int64(column), codes[None, p])
+                    memory.load_vector(source + Int64(column), codes[None, p], memory.STREAM)
 
     def column(self, p: int, lane: Int32) -> Int32:
         """First column of a lane's piece `p`: lanes lie side by side."""

@@ -1,11 +1,14 @@
-"""From ids to table entries: block-table look-up, validity, remap, and the exact division that they need."""
+"""From ids to table entries: loading them, block-table look-up, validity, remap, and the exact division that they need."""
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32
 
+from cute_kernels.device.memory import STREAM, base_address, load_vector
+
+WARP = cute.arch.WARP_SIZE
 INT32_MAX = 2**31 - 1
 
 
@@ -62,6 +65,40 @@ class Pool(NamedTuple):
     def entry_of_slot(self, slot: Int32) -> Int32:
         """The table entry of a valid slot of the pool."""
         return slot + self.by_page_rows.quotient(slot) * (self.span + self.minus_page_rows)
+
+
+@cute.jit
+def load_ids(gIds: cute.Tensor, begin: Int32, columns: Int32, lane: Int32, ids: cute.Tensor):
+    """A lane's ids of a row's columns begin.., `begin` being a multiple of the vector; -1 from `columns` on.
+
+    ids  registers (vector, chunks): consecutive ids of this lane, chunk by chunk of the warp
+    """
+    vector, chunks = ids.shape
+    bits = vector.bit_length() - 1  # shifts and masks: columns are never negative, which a signed division would provide for
+    gVectors = cute.zipped_divide(gIds, (vector,))
+    first = (begin >> bits) + lane
+    if begin + cute.size(ids) * WARP <= columns:
+        for chunk in cutlass.range_constexpr(chunks):
+            load_vector(base_address(gVectors[None, first + chunk * WARP]), ids[None, chunk], STREAM)
+    else:
+        ids.fill(-1)
+        for chunk in cutlass.range_constexpr(chunks):
+            index = first + chunk * WARP
+            if index < columns >> bits:
+                load_vector(base_address(gVectors[None, index]), ids[None, chunk], STREAM)
+            elif index == columns >> bits:
+                for i in cutlass.range_constexpr(vector - 1):
+                    if (index << bits) + i < columns:
+                        ids[i, chunk] = gIds[(index << bits) + i]
+
+
+@cute.jit
+def any_below(ids: cute.Tensor, limit: Int32) -> Boolean:
+    """True iff 0 <= id < limit for any id of any lane of the warp."""
+    least = Uint32(ids[0])
+    for i in cutlass.range_constexpr(1, cute.size(ids)):
+        least = cutlass.min(least, Uint32(ids[i]))
+    return cute.arch.vote_any_sync(least < Uint32(limit))
 
 
 @cute.jit

@@ -11,16 +11,15 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device.compaction import WARP, count_valid, fill, stage_words, store_compacted, store_ranked
-from cute_kernels.device.memory import STREAM, base_address, load_vector
+from cute_kernels.device.compaction import WARP, fill, store_by_warp, store_by_warps
 from cute_kernels.device.pdl import begin
-from cute_kernels.device.slots import INT32_MAX, Divisor, Pool, resolve_rows, resolve_slots
+from cute_kernels.device.slots import INT32_MAX, Divisor, Pool, any_below, load_ids, resolve_rows, resolve_slots
 from cute_kernels.kv_format import WINDOW
 
 # Entries of the window part per lane: one warp writes it in one chunk.
 WINDOW_VECTOR = WINDOW // WARP
-# Compressed ids that a lane holds at once where one warp serves a row: enough loads in flight to stream at full bandwidth.
-IDS_PER_LANE = 16
+# Compressed ids that a lane looks up at once where one warp serves a row; as many more are on their way meanwhile.
+IDS_PER_LANE = 8
 # Up to so many rows, a whole block serves one row (short latency): a warp for the window, the others for the ids. Beyond, each
 # warp serves a row of its own (fewest instructions per row).
 FEW_ROWS = 1024
@@ -84,17 +83,14 @@ class SparseIndices:
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP)
         lane = thread % WARP
-        words = stage_words(IDS_PER_LANE * WARP, self.vector)
-        stages = cute.arch.alloc_smem(Int32, words * BLOCK_WARPS, alignment=4 * self.vector)
-        sStage = cute.make_tensor(stages, cute.make_layout((words, BLOCK_WARPS)))[None, warp]
 
         begin(self.pdl)
         if few != 0:
             if cutlass.const_expr(self.source != "none"):
-                self.row_part(inputs, outputs, window, compressed, ratio, block, warp, lane, sStage, BLOCK_WARPS - 1)
+                self.row_part(inputs, outputs, window, compressed, ratio, block, warp, lane, BLOCK_WARPS - 1)
         else:
             row = block * BLOCK_WARPS + warp
-            self.row_part(inputs, outputs, window, compressed, ratio, row, Int32(0), lane, sStage, 1)
+            self.row_part(inputs, outputs, window, compressed, ratio, row, Int32(0), lane, 1)
 
     @cute.jit
     def row_part(
@@ -107,7 +103,6 @@ class SparseIndices:
         row: Int32,
         share: Int32,
         lane: Int32,
-        sStage: cute.Tensor,
         warps: cutlass.Constexpr,
     ):
         """Serve a row by one warp (warps = 1); or this warp's share of it: `warps` warps share the ids, one more has the window."""
@@ -118,12 +113,12 @@ class SparseIndices:
             self.load_ids(inputs, row, share * ids_per_warp(ids), columns, lane, ids)
             end, request = self.state_of(inputs, row)
             if cutlass.const_expr(warps == 1):
-                self.window_part(inputs, outputs, window, row, end, request, lane, sStage)
-                self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, sStage, warps)
+                self.window_part(inputs, outputs, window, row, end, request, lane, warps == 1)
+                self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, warps)
             elif share == warps:
-                self.window_part(inputs, outputs, window, row, end, request, lane, sStage)
+                self.window_part(inputs, outputs, window, row, end, request, lane, warps == 1)
             else:
-                self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, sStage, warps)
+                self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, warps)
 
     @cute.jit
     def state_of(self, inputs: Inputs, row: Int32):
@@ -143,7 +138,15 @@ class SparseIndices:
 
     @cute.jit
     def window_part(
-        self, inputs: Inputs, outputs: Outputs, pool: Pool, row: Int32, end: Int32, request: Int32, lane: Int32, sStage: cute.Tensor
+        self,
+        inputs: Inputs,
+        outputs: Outputs,
+        pool: Pool,
+        row: Int32,
+        end: Int32,
+        request: Int32,
+        lane: Int32,
+        streaming: cutlass.Constexpr,
     ):
         """Positions end-128 .. end-1 (from 0 on) through the block table, by one warp."""
         ids = cute.make_rmem_tensor(cute.make_layout((WINDOW_VECTOR, 1)), Int32)
@@ -153,8 +156,8 @@ class SparseIndices:
             ids[i] = start + lane * WINDOW_VECTOR + i
         resolve_rows(ids, cutlass.min(end, pool.capacity), inputs.window_block_table[request, None], pool, entries)
         gRow = outputs.window[row, None]
-        count = store_compacted(entries, gRow, Int32(0), lane, sStage)
-        fill(gRow, count, lane, WARP, WINDOW_VECTOR)
+        count, filled = store_by_warp(entries, gRow, Int32(0), Int32(0), Int32(0), lane, streaming)
+        fill(gRow, cutlass.max(count, filled), lane, WARP, WINDOW_VECTOR, streaming)
         if cutlass.const_expr(outputs.window_lengths is not None):
             if lane == 0:
                 outputs.window_lengths[row] = count
@@ -170,23 +173,13 @@ class SparseIndices:
 
     @cute.jit
     def load_ids(self, inputs: Inputs, row: Int32, begin: Int32, columns: Int32, lane: Int32, ids: cute.Tensor):
-        """This lane's ids of the warp's columns begin.. (chunk by chunk, `vector` a lane), -1 where no whole vector is left."""
-        bits = self.vector.bit_length() - 1
-        first = (begin >> bits) + lane
+        """This lane's ids of the warp's columns begin.., chunk by chunk, `vector` a lane; -1 past the last."""
         if cutlass.const_expr(inputs.ids is not None):
-            gVectors = cute.zipped_divide(inputs.ids[row, None], (self.vector,))
-            if begin + ids_per_warp(ids) <= columns:
-                for chunk in cutlass.range_constexpr(ids.shape[1]):
-                    load_vector(base_address(gVectors[None, first + chunk * WARP]), ids[None, chunk], STREAM)
-            else:
-                ids.fill(-1)
-                for chunk in cutlass.range_constexpr(ids.shape[1]):
-                    if first + chunk * WARP < columns >> bits:
-                        load_vector(base_address(gVectors[None, first + chunk * WARP]), ids[None, chunk], STREAM)
+            load_ids(inputs.ids[row, None], begin, columns, lane, ids)
         else:
             for chunk in cutlass.range_constexpr(ids.shape[1]):
                 for i in cutlass.range_constexpr(self.vector):
-                    ids[i, chunk] = ((first + chunk * WARP) << bits) + i
+                    ids[i, chunk] = begin + (chunk * WARP + lane) * self.vector + i
 
     @cute.jit
     def resolve(self, inputs: Inputs, ids: cute.Tensor, limit: Int32, request: Int32, pool: Pool, entries: cute.Tensor):
@@ -209,7 +202,6 @@ class SparseIndices:
         ids: cute.Tensor,
         share: Int32,
         lane: Int32,
-        sStage: cute.Tensor,
         warps: cutlass.Constexpr,
     ):
         """The row's compressed entries, by `warps` warps of which this is number `share`; `ids` holds its first ids."""
@@ -227,38 +219,28 @@ class SparseIndices:
             entries = cute.make_rmem_tensor(ids.layout, Int32)
             share_of_batch = ids_per_warp(ids)
             batch = share_of_batch * warps
+            filled, buffer = Int32(0), Int32(0)
             if cutlass.const_expr(warps > 1):
-                sCounts = cute.make_tensor(cute.arch.alloc_smem(Int32, 2 * warps), cute.make_layout((warps, 2)))
-            buffer = Int32(0)
+                words = cute.arch.alloc_smem(Int32, 2 * warps, alignment=4 * warps)
+                sWords = cute.make_tensor(words, cute.make_layout((warps, 2)))
+            ahead = cute.make_rmem_tensor(ids.layout, Int32)
             for first in cutlass.range(0, columns, batch, unroll=1):
-                self.resolve(inputs, ids, limit, request, pool, entries)
-                if cutlass.const_expr(warps == 1):
-                    count = store_compacted(entries, gRow, count, lane, sStage)
-                else:
-                    own = count_valid(entries, lane)
-                    if lane == 0:
-                        sCounts[share, buffer] = own
-                    cute.arch.barrier(barrier_id=1, number_of_threads=warps * WARP)
-                    begin = count
-                    for other in cutlass.range_constexpr(warps):
-                        theirs = sCounts[other, buffer]
-                        count = count + theirs
-                        begin = begin + Int32(cutlass.select_(share > other, theirs, Int32(0)))
-                    store_compacted(entries, gRow, begin, lane, sStage)
-                    buffer = 1 - buffer
                 if first + batch < columns:
-                    self.load_ids(inputs, row, first + batch + share * share_of_batch, columns, lane, ids)
-            if cutlass.const_expr(inputs.ids is not None):
-                rest = columns & (self.vector - 1)
-                if rest > 0:  # ids that fill no whole vector: one a lane, looked up by every warp, stored by the first
-                    id_of_lane = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-                    entry = cute.make_rmem_tensor(cute.make_layout(1), Int32)
-                    id_of_lane[0] = Int32(-1)
-                    if lane < rest:
-                        id_of_lane[0] = inputs.ids[row, columns - rest + lane]
-                    self.resolve(inputs, id_of_lane, limit, request, pool, entry)
-                    count = store_ranked(entry[0], gRow, count, lane, share == 0)
-            fill(gRow, count, share * WARP + lane, warps * WARP, self.vector)
+                    self.load_ids(inputs, row, first + batch + share * share_of_batch, columns, lane, ahead)
+                if cutlass.const_expr(warps > 1):
+                    self.resolve(inputs, ids, limit, request, pool, entries)
+                    count, filled = store_by_warps(entries, gRow, first, count, filled, share, warps, sWords[None, buffer], lane, "vectors")
+                    buffer = 1 - buffer
+                else:
+                    some = cutlass.Boolean(True)
+                    if count < first:  # after one that was not valid often none is
+                        some = any_below(ids, limit)
+                    if some:
+                        self.resolve(inputs, ids, limit, request, pool, entries)
+                        count, filled = store_by_warp(entries, gRow, first, count, filled, lane, True)
+                for i in cutlass.range_constexpr(cute.size(ids)):
+                    ids[i] = ahead[i]
+            fill(gRow, cutlass.max(count, filled), share * WARP + lane, warps * WARP, self.vector, warps == 1)
         if cutlass.const_expr(outputs.lengths is not None):
             if (share == 0) & (lane == 0):
                 outputs.lengths[row] = self.length_base + count

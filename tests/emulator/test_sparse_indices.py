@@ -69,9 +69,12 @@ def cases(spec: SparseIndicesSpec) -> list[tuple[IndexCase, bool]]:
     ]
     if spec.slots:
         small.append(step(spec, 14, 5, k=36, padding=4, short="slots", **odd))
+    large = [step(spec, MANY, 7, k=136, padding=5, **odd)]
     if has_ids:
         small.append(step(spec, 14, 5, k=40, padding=4, short="ids", **odd))
-    large = [step(spec, MANY, 7, k=136, padding=5, **odd)]
+        # The last ids fill no whole vector: in the first batch or in a later one, in the first vector of a lane or in its second.
+        small += [step(spec, 9, 3, k=k, garbage=0.0) for k in (7, 519, 1031)]
+        large += [step(spec, MANY, 7, k=k, garbage=0.0) for k in (7, 135, 263, 391)]
     if spec.source != "none":
         some = [Request(9000, 3), Request(5000, 2), Request(300, 2)]  # rows whose ids are all valid, or some
         most = [Request(4300, MANY - 70), Request(1400, 40), Request(0, 30)]

@@ -25,6 +25,7 @@ from cute_kernels.indices import IdSource
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target
 from tests.support.compress import make_compress_case
+from tests.support.gather import make_convert_case, make_gather_case
 from tests.support.index_case import make_index_case
 from tests.support.insert import make_insert_case
 from tests.support.pools import owned_bytes
@@ -93,6 +94,28 @@ def _insert(kv_format: str, **options: Any) -> Callable[..., Any]:
     return run
 
 
+def _gather(kv_format: str) -> Callable[..., Any]:
+    def run(target: Target, device: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        lengths = [9, 0, 40, 3, 0, 1, 1, 1, 1, 1, 1, 17]
+        case = make_gather_case(lengths, kv_format=kv_format, page_rows=3, stale=True, lead=6, one_more_start=True, seed=7).to(device)
+        guarded = case.guarded_out()
+        ops.gather_upconvert(*case.args(guarded.out), **case.kwargs(), target=target)
+        return {"workspace": raw(guarded.whole)}, {}
+
+    return run
+
+
+def _convert(*, prefill: bool, compact: bool) -> Callable[..., Any]:
+    def run(target: Target, device: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        case = make_convert_case(14, 5, 1063, page_rows=16, span=48, prefill=prefill, garbage=0.1, stale=True, seed=9).to(device)
+        out, counts = case.guarded()
+        written = {"out": out.out, "counts": counts.out if compact else None}
+        ops.convert_indices(*case.args(), **case.kwargs(), return_counts=compact, **written, target=target)
+        return {"slots": raw(out.whole), "counts": raw(counts.whole)}, {}
+
+    return run
+
+
 def recordings() -> list[Recording]:
     """All recorded calls."""
     sm100, sm120 = Target("sm100", "sm_90a"), Target("sm120", "sm_90a")
@@ -109,6 +132,13 @@ def recordings() -> list[Recording]:
     found.append(Recording("qkv_insert bf16", sm100, _insert("bf16")))
     found.append(Recording("qkv_insert fp8", sm100, _insert("fp8", **fp8)))
     found.append(Recording("qkv_insert packed", sm120, _insert("fp8_ds_mla")))
+    for target in (sm100, sm120):
+        for kv_format in ("fp8_inline", "fp8_ds_mla", "fp8"):
+            found.append(Recording(f"gather_upconvert {target.family} {kv_format}", target, _gather(kv_format)))
+        for prefill in (False, True):
+            for compact in (True, False):
+                name = f"convert_indices {target.family}{' prefill' if prefill else ''}{' compact' if compact else ''}"
+                found.append(Recording(name, target, _convert(prefill=prefill, compact=compact)))
     return found
 
 
