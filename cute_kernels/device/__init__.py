@@ -1,0 +1,1 @@
+"""Device code that both families share: the kernels and their parts."""

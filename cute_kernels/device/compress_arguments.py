@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, cute
+from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.device.row_writers import CACHE_TYPES
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, ROPE_DIM
-
-_CACHE_TYPES = {"bf16": BFloat16, "fp8": Float8E4M3FN, "fp8_ds_mla": Uint8}
 
 
 def fake_arguments(spec: CompressStoreSpec, width: int) -> list[Any]:
@@ -42,7 +41,7 @@ def fake_arguments(spec: CompressStoreSpec, width: int) -> list[Any]:
         "seq_lens": lambda: tensor(Int32, length()),
         "norm_weight": lambda: tensor(BFloat16, HEAD_DIM, vectors=True),
         "cos_sin": lambda: tensor(Float32, length(), ROPE_DIM),
-        "kv_cache": lambda: tensor(_CACHE_TYPES[fmt.name], length(), length(), fmt.row_elements, strides=cache_strides, vectors=True),
+        "kv_cache": lambda: tensor(CACHE_TYPES[fmt.name], length(), length(), fmt.row_elements, strides=cache_strides, vectors=True),
         "eps": lambda: Float32(0.0),
         "inverse_kv_scale": lambda: Float32(1.0),
         "rollback": lambda: Int32(0),

@@ -2,6 +2,7 @@
 
 import cutlass
 from cutlass import Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, CopyR2GOp
 
 STREAM = CacheEvictionPriority.NO_ALLOCATE  # read once: leave L1 to what is read again
@@ -45,6 +46,11 @@ def store_vector(address: Int64, fragment: cute.Tensor, streaming: bool = False,
     atom = cute.make_copy_atom(CopyR2GOp(), dtype, num_bits_per_copy=count * dtype.width)
     chosen = Int64(EVICT_FIRST) if streaming else policy
     cute.copy(atom, fragment, at(address, dtype, count), **({} if chosen is None else {"cache_policy": chosen}))
+
+
+def prefetch(address: Int64, count: int) -> None:
+    """Have `count` bytes brought into L2, without waiting for them; address and count are multiples of 16."""
+    llvm.inline_asm(None, [address.ir_value()], f"cp.async.bulk.prefetch.L2.global [$0], {count};", "l", has_side_effects=True)
 
 
 def in_range(value, limit) -> cutlass.Boolean:

@@ -4,13 +4,13 @@ A partial result is a column's largest logit times log2(e) (`peak`), the sum of 
 sum of values. An all -inf part has weight zero; an all -inf column becomes NaN, as 0 / 0.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
 LOG2_E = 1.4426950408889634
+MERGED = 4  # parts whose loads are in flight together
 NEG_INF = float("-inf")
 
 
@@ -79,51 +79,17 @@ def merge(partial: Partial, c: int, others: list) -> None:
     partial.peak[c], partial.weight[c], partial.product[c] = peak, weight, product
 
 
-@dataclass(frozen=True)
-class RowGroups:
-    """Threads in groups, each pooling its own rows of one window over the same columns.
-
-    column_threads  threads side by side, each with `columns` consecutive columns: one group
-    groups          groups in a block; those that share a warp merge by shuffles, the rest through shared memory
-    """
-
-    column_threads: int
-    groups: int
-    columns: int
-
-    @property
-    def parts(self) -> int:
-        """Partial results per column that go through shared memory."""
-        return self.groups * self.column_threads // max(32, self.column_threads)
-
-    @property
-    def scratch_elements(self) -> int:
-        return 3 * self.parts * self.column_threads * self.columns if self.groups > 1 else 0
-
-    def merge_lanes(self, partial: Partial) -> None:
-        """Merge the groups of one warp; afterwards the lanes of its first group hold the result."""
-        distance = self.column_threads
-        while distance < min(32, self.column_threads * self.groups):
-            for c in range(self.columns):
-                merge(partial, c, [tuple(cute.arch.shuffle_sync_bfly(x[c], offset=distance) for x in partial)])
-            distance *= 2
-
-    @cute.jit
-    def merge_block(self, partial: Partial, scratch: cute.Tensor, tid: Int32):
-        """Merge all groups; afterwards threads 0 .. column_threads-1 hold the result. `scratch`: [columns, column_threads, 3, parts]."""
-        self.merge_lanes(partial)
-        thread = tid % self.column_threads
-        part = tid // cutlass.const_expr(max(32, self.column_threads))
-        if tid % cutlass.const_expr(max(32, self.column_threads)) < self.column_threads:
+@cute.jit
+def merge_parts(partial: Partial, parts: cute.Tensor, thread: Int32):
+    """Replace a partial result by the merger, in order, of a thread's parts: [columns, threads, 3, parts] in shared memory."""
+    columns, count = parts.shape[0], parts.shape[3]
+    for q in cutlass.range_constexpr(3):
+        cute.autovec_copy(parts[None, thread, q, 0], partial[q])
+    for start in cutlass.range_constexpr(1, count, MERGED):
+        some = cutlass.const_expr(min(MERGED, count - start))
+        loaded = cute.make_rmem_tensor(cute.make_layout((columns, 3, some)), Float32)
+        for g in cutlass.range_constexpr(some):
             for q in cutlass.range_constexpr(3):
-                cute.autovec_copy(partial[q], scratch[None, thread, q, part])
-        cute.arch.sync_threads()
-        if tid < self.column_threads:
-            parts = cute.make_rmem_tensor(cute.make_layout((self.columns, 3, self.parts)), Float32)
-            for g in cutlass.range_constexpr(self.parts):
-                for q in cutlass.range_constexpr(3):
-                    cute.autovec_copy(scratch[None, thread, q, g], parts[None, q, g])
-            for c in cutlass.range_constexpr(self.columns):
-                for q in cutlass.range_constexpr(3):
-                    partial[q][c] = parts[c, q, 0]
-                merge(partial, c, [(parts[c, 0, g], parts[c, 1, g], parts[c, 2, g]) for g in range(1, self.parts)])
+                cute.autovec_copy(parts[None, thread, q, start + g], loaded[None, q, g])
+        for c in cutlass.range_constexpr(columns):
+            merge(partial, c, [(loaded[c, 0, g], loaded[c, 1, g], loaded[c, 2, g]) for g in range(some)])

@@ -8,10 +8,13 @@ address.
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, cute
 
 from cute_kernels.device import convert, memory
 from cute_kernels.kv_format import NOPE_DIM, PACKED_DATA_BYTES, PACKED_FOOTER_BYTES, SCALE_GROUP
+
+# Element type of a cache by the format of its rows.
+CACHE_TYPES = {"bf16": BFloat16, "fp8": Float8E4M3FN, "fp8_ds_mla": Uint8}
 
 
 def locate(cache: cute.Tensor, slot: Uint32):

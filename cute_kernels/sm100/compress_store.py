@@ -6,7 +6,7 @@ from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.device.compress import Arguments, CompressKernel
 from cute_kernels.device.compress_arguments import fake_arguments
 from cute_kernels.device.row_writers import Bf16Row, Fp8Row
-from cute_kernels.device.splitters import ColumnCluster, OneBlock
+from cute_kernels.device.splitters import OneBlock, RowCluster
 from cute_kernels.sm100.config import compress_plan
 
 
@@ -23,7 +23,7 @@ def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:
     plan = compress_plan(spec)
     kernel = CompressKernel(
         plan=plan,
-        splitter=ColumnCluster(plan.blocks) if plan.blocks > 1 else OneBlock(),
+        splitter=RowCluster(plan.blocks, plan.groups) if plan.blocks > 1 else OneBlock(plan.pooling),
         writer=fp8_writer if spec.kv_format == "fp8" else bf16_writer,
         names=spec.argument_names,
         pdl=spec.pdl,

@@ -17,5 +17,5 @@ def packed_writer(arguments: Arguments) -> PackedRow:
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:
     """The host function of `spec` and fake arguments for `cute.compile`."""
     plan = compress_plan(spec)
-    kernel = CompressKernel(plan=plan, splitter=OneBlock(), writer=packed_writer, names=spec.argument_names, pdl=spec.pdl)
+    kernel = CompressKernel(plan=plan, splitter=OneBlock(plan.pooling), writer=packed_writer, names=spec.argument_names, pdl=spec.pdl)
     return kernel, fake_arguments(spec, plan.width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -224,11 +225,10 @@ def _start_copy(machine: Machine, one: Fragment, index: int, target: np.ndarray,
     place = machine.shared.place(one, target, 16)[0]
     machine.shared.place(one, target + U64(nbytes - 16), 16)
     barrier = int(machine.shared.place(one, bar, 8)[0][0])
-    warp = int(one.lanes[0]) // 32
+    warp, start = int(one.lanes[0]) // 32, int(place[0])
     if machine.races:
-        machine.races.write(one, place, nbytes)
+        _record(machine.races.write, one, start, nbytes)
         machine.mbarriers.publish(machine.mbarriers.get(barrier, index), warp)
-    start = int(place[0])
     machine.shared.written[start : start + nbytes] = 2
 
     def arrive() -> None:
@@ -237,6 +237,12 @@ def _start_copy(machine: Machine, one: Fragment, index: int, target: np.ndarray,
         machine.mbarriers.transfer(barrier, nbytes, index)
 
     machine.mbarriers.pending.append(arrive)
+
+
+def _record(access: Callable[[Fragment, np.ndarray, int], None], one: Fragment, start: int, nbytes: int) -> None:
+    """Check and record an access of one thread to many bytes: as one of many lanes, 16 bytes each, that are the same thread."""
+    count = nbytes // 16
+    access(one.take(np.zeros(count, np.int64), [], one.pc), start + 16 * np.arange(count), 16)
 
 
 def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
@@ -255,9 +261,9 @@ def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
                 continue
             place = machine.shared.place(one, sources[i : i + 1], 16)[0]
             machine.shared.place(one, sources[i : i + 1] + U64(nbytes - 16), 16)
-            if machine.races:
-                machine.races.read(one, place, nbytes)
             start = int(place[0])
+            if machine.races:
+                _record(machine.races.read, one, start, nbytes)
             if (machine.shared.written[start : start + nbytes] != 1).any():
                 raise AccessFault("uninitialised read", i, "bulk store of shared memory nobody has written", "shared memory")
             words = machine.shared.data[start : start + nbytes].copy().view(U64)

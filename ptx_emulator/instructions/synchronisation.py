@@ -185,18 +185,13 @@ def _wait(
         machine = f.machine
         bars = machine.mbarriers
         places, values = shared_places(f, where(f), not space), f.full(wanted)
-        done = np.zeros(f.n, bool)
-        known: dict[tuple[int, int], bool] = {}
-        for i in range(f.n):
-            key = (int(places[i]), int(values[i]))
-            if key not in known:
-                phase = key[1] & 1 if parity else (key[1] >> 40) & 1
-                known[key] = bars.done(key[0], phase, i)
-            done[i] = known[key]
+        phases = (values if parity else values >> 40).astype(np.int64) & 1
+        _, first, same = np.unique(places.astype(np.int64) * 2 + phases, return_index=True, return_inverse=True)
+        done = np.array([bars.done(int(places[i]), int(phases[i]), int(i)) for i in first])[same]
         f.regs[p] = done
         if acquire and done.any():
-            for warp, place in sorted({(int(lane) // 32, int(q)) for lane, q in zip(f.lanes[done], places[done], strict=True)}):
-                bars.acquire(place, warp)
+            for warp, place in np.unique(np.stack([f.lanes[done] // 32, places[done]], 1).astype(np.int64), axis=0):
+                bars.acquire(int(place), int(warp))
         if done.all():
             return [f]
         # A try_wait that fails suspends the thread; here it stays until something has changed, then goes on with false.

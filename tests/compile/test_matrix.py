@@ -119,7 +119,10 @@ def block_threads(ptx: str) -> int:
 
 
 def check_compress_store(spec: CompressStoreSpec, ptx: str, found: Instructions) -> None:
-    assert found.widest_load == spec.vector_bytes, "rows are read with accesses narrower than their alignment allows"
+    pieces = {int(n) for n in re.findall(r"cp\.async\.bulk\.shared::cta\.global\S+ \[\S+\], \[\S+\], (\d+),", ptx)}
+    assert pieces == {2048 if spec.ratio == 4 else 4096}, "window rows travel by bulk copies, in the largest pieces there are"
+    if spec.scores:
+        assert found.widest_load == found.widest_store == spec.vector_bytes, "saved rows move in accesses as wide as their alignment allows"
     assert ("e4m3x2" in ptx) == (spec.kv_format != "bf16"), "E4M3 conversions belong to FP8 rows, and to no others"
     assert "bf16x2" in ptx or "cvt.rn.bf16" in ptx, "every format rounds to BF16 first"
     assert "ex2.approx" in ptx, "the softmax over the window uses exp2"

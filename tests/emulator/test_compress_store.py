@@ -82,8 +82,10 @@ def cases(spec: CompressStoreSpec) -> list[CompressCase]:
         make_compress_case(decode[:4], value_scale=1e4, score_scale=20.0, seed=4, **{**common, "kv_scale": None}),
         make_compress_case(decode[:3], value_scale=1e-4, zero_group=True, strided=False, seed=5, **common),
         make_compress_case([Request(9 * ratio - 3, 6)], state_block=3, page_rows=5, seed=6, **common),
-        # Enough rows that a cluster has all of its share, which it takes from a long stretch.
-        make_compress_case(mix(1100 if ratio == 4 else 2200, 5, ratio=ratio), seed=9, **common),
+        # Enough rows that a block has several windows, and more of them than its ring has stages.
+        make_compress_case(
+            [Request(4 * (k % 5) + 3, 1) for k in range(2300)] if ratio == 4 else mix(1400, 5, ratio=ratio), seed=9, **common
+        ),
     ]
     return [aligned(c, spec.vector_bytes) for c in made]
 

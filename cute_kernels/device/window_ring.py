@@ -1,0 +1,130 @@
+"""Window rows on their way from global memory: a ring in shared memory between the warp that issues copies and those that pool.
+
+A stage is some rows of one window, each 512 values and 512 scores, with a note that says what they are. Stage n of the kernel, counted over
+all windows, lies in slot n % slots and completes phase n // slots of the slot's two barriers: `full` when its note is written and its
+bytes have arrived, `empty` when every pooling warp has read it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass._mlir.dialects import llvm
+
+from cute_kernels.device import memory
+from cute_kernels.kv_format import HEAD_DIM, ROPE_DIM
+
+END = 1  # flags of a note: no window follows
+NOTE = 4  # words of a note: flags, KV slot, bit masks of rows from this step and of rows before position 0
+
+
+class Storage(NamedTuple):
+    """Shared memory of a ring."""
+
+    rows: cute.Tensor  # [512, 2 (values, scores), rows, slots] fp32
+    rotation: cute.Tensor  # [64, slots] of a window, in its first stage's slot
+    notes: cute.Tensor  # [4, slots]
+    full: cute.Tensor  # [slots] barriers
+    empty: cute.Tensor  # [slots] barriers
+
+
+@dataclass(frozen=True)
+class WindowRing:
+    """Compile-time shape.
+
+    rows     of a stage
+    slots    stages in flight
+    readers  threads that pool
+    whole    values and scores of a row are one piece of memory
+    """
+
+    rows: int
+    slots: int
+    readers: int
+    whole: bool
+
+    def allocate(self, array) -> Storage:
+        return Storage(
+            rows=array(Float32, HEAD_DIM, 2, self.rows, self.slots),
+            rotation=array(Float32, ROPE_DIM, self.slots),
+            notes=array(Int32, NOTE, self.slots),
+            full=array(Int64, self.slots),
+            empty=array(Int64, self.slots),
+        )
+
+    @cute.jit
+    def prepare(self, ring: Storage, tid: Int32):
+        """Initialise the barriers; a barrier of the block must follow before their first use."""
+        if tid < self.slots:
+            cute.arch.mbarrier_init(ring.full.iterator + tid, 32)
+            cute.arch.mbarrier_init(ring.empty.iterator + tid, self.readers)
+        cute.arch.mbarrier_init_fence()
+
+    @cute.jit
+    def wait_empty(self, ring: Storage, n: Int32):
+        """Wait until the slot of stage n is free."""
+        if n >= self.slots:
+            cute.arch.mbarrier_wait(ring.empty.iterator + n % self.slots, (n // self.slots - 1) % 2)
+
+    @cute.jit
+    def end(self, ring: Storage, n: Int32, lane: Int32):
+        """Stage n says that no window follows."""
+        self.wait_empty(ring, n)
+        self.publish(ring, n, (Int32(END), Int32(0), Int32(0), Int32(0)), lane)
+
+    @cute.jit
+    def fetch(self, ring: Storage, n: Int32, values: Int64, scores: Int64, row: Int32, lane: Int32):
+        """Issue the copies of a lane's row of stage n, if `row` is one. The whole warp calls; `publish` must follow."""
+        full = ring.full.iterator + n % self.slots
+        if lane == 0:
+            cute.arch.mbarrier_expect_tx(full, self.rows * 2 * HEAD_DIM * 4)
+        cute.arch.sync_warp()
+        if memory.in_range(row, self.rows):
+            target = ring.rows.iterator + cute.crd2idx((0, 0, row, n % self.slots), ring.rows.layout)
+            if cutlass.const_expr(self.whole):
+                copy_bulk(values, target, 2 * HEAD_DIM, full)
+            else:
+                copy_bulk(values, target, HEAD_DIM, full)
+                copy_bulk(scores, target + HEAD_DIM, HEAD_DIM, full)
+
+    @cute.jit
+    def publish(self, ring: Storage, n: Int32, words: tuple, lane: Int32):
+        """Write the note of stage n. The whole warp calls; what its lanes wrote before is published, too."""
+        if lane == 0:
+            for q in cutlass.range_constexpr(NOTE):
+                ring.notes[q, n % self.slots] = words[q]
+        cute.arch.mbarrier_arrive(ring.full.iterator + n % self.slots)
+
+    @cute.jit
+    def wait_full(self, ring: Storage, n: Int32):
+        """Wait for stage n and its note."""
+        cute.arch.mbarrier_wait(ring.full.iterator + n % self.slots, n // self.slots % 2)
+
+    def release(self, ring: Storage, n: Int32) -> None:
+        """This thread has read stage n."""
+        cute.arch.mbarrier_arrive(ring.empty.iterator + n % self.slots)
+
+    @cute.jit
+    def read(self, ring: Storage, n: Int32, first: Int32, column: Int32, values: cute.Tensor, logits: cute.Tensor):
+        """Columns from `column` on of rows first, first + 1, .. of stage n: [columns, rows]."""
+        columns = cutlass.const_expr(values.shape[0])
+        for part, fragment in enumerate((logits, values)):
+            for k in range(values.shape[1]):
+                place = ring.rows.iterator + cute.crd2idx((column, 1 - part, first + k, n % self.slots), ring.rows.layout)
+                pointer = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=columns * 4)
+                cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(columns)), fragment[None, k])
+
+
+def copy_bulk(address: Int64, target, count: int, barrier) -> None:
+    """Start one asynchronous copy of `count` fp32 numbers from global to this block's shared memory, counted by `barrier`.
+
+    The DSL's copy atom names its target as an address of the cluster, by an instruction that SM120 objects shall not hold.
+    """
+    llvm.inline_asm(
+        None,
+        [Int32(target.toint()).ir_value(), address.ir_value(), Int32(barrier.toint()).ir_value()],
+        f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [$0], [$1], {count * 4}, [$2];",
+        "r,l,r",
+        has_side_effects=True,
+    )
