@@ -1,4 +1,4 @@
-"""The command line: info, matrix, compile, cache, inspect, demo."""
+"""The command line: info, matrix, compile, cache, inspect, demo, bench."""
 
 from __future__ import annotations
 
@@ -268,3 +268,21 @@ def demo(context: click.Context, arguments: tuple[str, ...]) -> None:
     from cute_kernels import demo as demonstration
 
     sys.exit(demonstration.main(list(arguments), prog_name=context.command_path))
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def bench(context: click.Context, arguments: tuple[str, ...]) -> None:
+    """Time every kernel on this GPU, beside its bandwidth limit and a peer's kernels (in a checkout)."""
+    import importlib
+
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "benchmarks" / "kernels.py").exists():
+        raise click.ClickException(
+            f"the benchmarks are in the repository, not in the installed package ({Path(__file__).parent}): "
+            "run `python -m cute_kernels bench` or `make bench` in a checkout"
+        )
+    if str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))
+    sys.exit(importlib.import_module("benchmarks.kernels").main(list(arguments), prog_name=context.command_path))
