@@ -102,6 +102,8 @@ class Judge:
                 wrong = (one != other).sum().item()
                 raise Mismatch(f"{where}: {wrong} of {one.numel()} bytes differ from the reference")
             return 0.0
+        if name == "kv_cache":
+            self._check_exact_bytes(where, got, want)
         differ, total = 0, 0
         for a, b in zip(_values(got), _values(want), strict=True):
             same = (a.value == b.value) | (a.value.isnan() & b.value.isnan())
@@ -119,6 +121,23 @@ class Judge:
         if differ > self.share * total:
             raise Mismatch(f"{where}: {differ} of {total} values differ from the reference, more than {self.share:.0%}")
         return differ / max(total, 1)
+
+    @staticmethod
+    def _check_exact_bytes(where: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        """Bytes of a cache that hold no rounded value: between the pages, and scales of packed rows, which may be one power of two off."""
+        values = torch.zeros_like(storage(got))
+        view = values.view(got.dtype).as_strided(got.shape, got.stride(), got.storage_offset())
+        packed = got.dtype == torch.uint8
+        if packed:
+            for part in packed_views(view):
+                part.fill_(1)
+            ours, theirs = packed_views(got)[1], packed_views(want)[1]
+            if not torch.equal(ours[..., -1], theirs[..., -1]) or bool(((ours.int() - theirs.int()).abs() > 1).any()):
+                raise Mismatch(f"{where}: scale bytes differ from the reference")
+        else:
+            view.view(torch.uint8).fill_(1)
+        if bool(((storage(got) != storage(want)) & (values == 0)).any()):
+            raise Mismatch(f"{where}: bytes outside its rows changed")
 
 
 def _values(x: torch.Tensor) -> Iterator[_Values]:
