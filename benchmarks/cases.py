@@ -37,6 +37,7 @@ class Case:
     bar        µs at most, at BAR_LIMIT; None: none was set
     parts      what one launch consists of
     step       the requests of the i-th input set
+    repeats    the other family's source is the same, and a GPU that runs both measures that one
     """
 
     operation: str
@@ -46,6 +47,7 @@ class Case:
     bar: float | None
     parts: tuple[Part, ...]
     step: Callable[[int], Requests]
+    repeats: bool = False
 
     @property
     def label(self) -> str:
@@ -161,18 +163,21 @@ def insert_cases() -> Iterator[Case]:
 
 
 def gather_cases() -> Iterator[Case]:
+    """Both families gather every format by the same source."""
     bars = {("fp8_inline", 8): 16.5, ("fp8_inline", 64): 60.0}
-    for kv_format in ("fp8_inline", "fp8_ds_mla", "fp8"):
-        for requests, rows in ((8, 4096), (64, 2048)):
-            yield Case(
-                "gather_upconvert",
-                family_of(kv_format),
-                f"{kv_format} {requests} x {rows} rows",
-                requests * rows,
-                bars.get((kv_format, requests)),
-                (gather_part(kv_format),),
-                _steps(requests * rows, requests),
-            )
+    for family in ("sm100", "sm120"):
+        for kv_format in ("fp8_inline", "fp8_ds_mla", "fp8"):
+            for requests, rows in ((8, 4096), (64, 2048)):
+                yield Case(
+                    "gather_upconvert",
+                    family,
+                    f"{kv_format} {requests} x {rows} rows",
+                    requests * rows,
+                    bars.get((kv_format, requests)),
+                    (gather_part(kv_format),),
+                    _steps(requests * rows, requests),
+                    repeats=family == "sm120",
+                )
 
 
 def gather_part(kv_format: str) -> Part:
@@ -184,16 +189,18 @@ def gather_part(kv_format: str) -> Part:
 
 
 def convert_cases() -> Iterator[Case]:
-    for tokens, requests, compact in ((256, 0, True), (8192, 4, True), (8192, 4, False)):
-        yield Case(
-            "convert_indices",
-            "sm100",
-            f"{'prefill' if requests else 'decode'} {tokens} k=2048 {'compacted' if compact else 'in place'}",
-            tokens,
-            None,
-            (convert_part(compact),),
-            _steps(tokens, requests),
-        )
+    for family in ("sm100", "sm120"):
+        for tokens, requests, compact in ((256, 0, True), (8192, 4, True), (8192, 4, False)):
+            yield Case(
+                "convert_indices",
+                family,
+                f"{'prefill' if requests else 'decode'} {tokens} k=2048 {'compacted' if compact else 'in place'}",
+                tokens,
+                None,
+                (convert_part(compact),),
+                _steps(tokens, requests),
+                repeats=family == "sm120",
+            )
 
 
 def convert_part(compact: bool) -> Part:

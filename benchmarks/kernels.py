@@ -16,13 +16,14 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from benchmarks import cases, harness, results
+from benchmarks import cases, harness, plots, results
 from benchmarks.calls import Call, storage
 from benchmarks.cases import Case
 from benchmarks.checking import Judge, Mismatch
@@ -179,6 +180,7 @@ def _run_peer(case: Case, sets: list[list[Call]], peer: Vllm, timer: Timer, own:
     except Mismatch as error:
         return {"peer": f"{peer.name} is called wrongly: {error}"}
     except Exception as error:  # whatever the peer raises must not cost our own figures
+        traceback.print_exc()
         return {"peer": f"{peer.name} failed: {type(error).__name__}: {error}".splitlines()[0]}
     return {"peer": peer.name, "peer_microseconds": time_, "ratio": time_ / own}
 
@@ -221,9 +223,16 @@ def _find_peer(name: str | None, library: Path) -> Vllm | None:
     return peer
 
 
+def _plot(rows: list[Row], path: Path) -> None:
+    try:
+        plots.write(rows, path.parent)
+    except CuteKernelsError as error:
+        print(f"no plots: {error}; later, anywhere: python -m benchmarks.plots {path}", flush=True)
+
+
 def main(arguments: list[str] | None = None, prog_name: str = "python -m benchmarks.kernels") -> int:
     parser = argparse.ArgumentParser(prog=prog_name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="CSV file to write; plots are made of it by `python -m benchmarks.plots FILE`")
+    parser.add_argument("--out", type=Path, help="CSV file to write; beside it two plots, where matplotlib is installed")
     parser.add_argument("--peer", choices=["vllm"], help="also measure this project's kernels, in the same process")
     parser.add_argument("--peer-library", type=Path, default=LIBRARY, help=f"its CUDA operations as a library file (default {LIBRARY})")
     parser.add_argument("--only", default="", help="only cases whose line (operation, family, case) matches this regular expression")
@@ -239,7 +248,7 @@ def main(arguments: list[str] | None = None, prog_name: str = "python -m benchma
     except CuteKernelsError as error:
         print(f"{NEEDS}: {error}", file=sys.stderr)
         return 2
-    selected = [c for c in cases.cases() if c.family in on and re.search(chosen.only, c.label)]
+    selected = [c for c in cases.cases() if c.family in on and not (c.repeats and len(on) > 1) and re.search(chosen.only, c.label)]
     if not selected:
         print(f"no case matches {chosen.only!r}", file=sys.stderr)
         return 2
@@ -275,6 +284,7 @@ def main(arguments: list[str] | None = None, prog_name: str = "python -m benchma
             print(_line(row), flush=True)
     if chosen.out:
         results.write(rows, chosen.out)
+        _plot(rows, chosen.out)
     missed = sum(row.met == "no" for row in rows)
     print(f"{len(selected)} cases, {failed} failed, {missed} above their bar, {time.perf_counter() - started:.0f} s", flush=True)
     return 1 if failed else 0

@@ -138,6 +138,13 @@ def test_cases_are_distinct_and_cover_every_operation_and_bar() -> None:
     assert sets["sparse_indices sm100 decode 256 k=512"] == 8
 
 
+def test_what_both_families_share_is_marked_once() -> None:
+    found = [c for c in cases.cases() if c.repeats]
+    assert {c.operation for c in found} == {"gather_upconvert", "convert_indices"} and {c.family for c in found} == {"sm120"}
+    others = {(c.operation, c.name): c.family for c in cases.cases() if not c.repeats}
+    assert all(others[c.operation, c.name] == "sm100" for c in found)
+
+
 def checking_operations() -> set[str]:
     from benchmarks.calls import WRITTEN
 
