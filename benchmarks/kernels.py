@@ -10,14 +10,19 @@ elementwise add over 2 GiB reaches in the same run.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import math
 import os
+import platform
 import re
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Protocol
 
@@ -210,6 +215,24 @@ def _line(row: Row) -> str:
     )
 
 
+def machine() -> Iterator[str]:
+    """Lines that say what was run, where and with what."""
+    commit = os.environ.get("COMMIT") or _output("git", "rev-parse", "--short", "HEAD")
+    yield f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H:%MZ}, commit {commit}"
+    yield _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    yield f"python {platform.python_version()} torch {torch.__version__} cuda {torch.version.cuda}"
+    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield f"{package} {metadata.version(package)}"
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def _find_peer(name: str | None, library: Path) -> Vllm | None:
     if name is None:
         return None
@@ -253,6 +276,7 @@ def main(arguments: list[str] | None = None, prog_name: str = "python -m benchma
         print(f"no case matches {chosen.only!r}", file=sys.stderr)
         return 2
     started = time.perf_counter()
+    print(" ".join([prog_name, *(sys.argv[1:] if arguments is None else arguments)]), *machine(), sep="\n", flush=True)
     compile_ahead(selected, on, chosen.jobs)
     print(f"kernels ready after {time.perf_counter() - started:.0f} s", flush=True)
     if chosen.compile_only:

@@ -39,40 +39,30 @@ LAUNCH_US = 1.0  # an empty graph node on an H200; assumed for all
 class Machine:
     """Public limits of a GPU.
 
-    sms, clock     streaming multiprocessors, Hz
-    dram           nominal bytes per second
-    threads, blocks, registers, shared   that one multiprocessor holds at a time (shared: bytes, 1 KB of each block reserved)
-    source         where the figures come from
+    sms, clock   multiprocessors, Hz
+    dram         nominal bytes per second
+    source       where the figures come from
+    issue        warp instructions per cycle and multiprocessor
+    l1           bytes per cycle and multiprocessor through L1 and shared memory
     """
 
     name: str
     sms: int
     clock: float
     dram: float
-    threads: int
-    blocks: int
-    shared: int
     source: str
-    registers: int = 65536
-    issue: int = 4  # warp instructions per cycle and multiprocessor
-    l1: int = 128  # bytes per cycle and multiprocessor through L1 and shared memory
+    issue: int = 4
+    l1: int = 128
 
 
 MACHINES = {
-    "sm_90a": Machine(
-        "H200", 132, 1.755e9, 4.8e12, 2048, 32, 233472, "132 SMs, 4.8 TB/s: NVIDIA H200 data sheet; 1.755 GHz: H100 SXM boost"
-    ),
-    "sm_100f": Machine(
-        "B200", 148, 1.86e9, 8.0e12, 2048, 32, 233472, "8 TB/s: NVIDIA HGX B200; 148 SMs, 1.86 GHz under tensor load: hmc-tech.com/gpus"
-    ),
+    "sm_90a": Machine("H200", 132, 1.755e9, 4.8e12, "132 SMs, 4.8 TB/s: NVIDIA H200 data sheet; 1.755 GHz: H100 SXM boost"),
+    "sm_100f": Machine("B200", 148, 1.86e9, 8.0e12, "8 TB/s: NVIDIA HGX B200; 148 SMs, 1.86 GHz under tensor load: hmc-tech.com/gpus"),
     "sm_120f": Machine(
         "RTX PRO 6000",
         188,
         2.6e9,
         1.792e12,
-        1536,
-        24,
-        102400,
         "188 SMs, 1792 GB/s, 125 TFLOPS (188 x 128 x 2 x 2.6 GHz): NVIDIA data sheet",
     ),
 }
@@ -158,19 +148,11 @@ def _opcode(text: str) -> str:
     return text.split(None, 1)[-1] if text.startswith("@") else text
 
 
-def occupancy(machine: Machine, threads: int, registers: int, shared: int) -> float:
-    """Share of a multiprocessor's threads that can be resident."""
-    warps = -(-threads // 32)
-    per_warp = -(-registers * 32 // 256) * 256
-    limits = [machine.threads // threads, machine.blocks, machine.registers // (per_warp * warps), machine.shared // (shared + 1024)]
-    return min(limits) * threads / machine.threads
-
-
 def predict(kernel: Kernel, target: Target) -> Prediction:
     """Compile (or find) the kernel for `target`, emulate the small step, and scale to the large one."""
     from cute_kernels.compile import cache
     from cute_kernels.compile.build import CUBIN, PTX
-    from cute_kernels.compile.inspect import count_instructions, disassemble
+    from cute_kernels.compile.inspect import block_threads, count_instructions, disassemble, multiprocessor
 
     emulated = importlib.import_module("tests.emulator.emulated").emulated
     operation, arguments, size = kernel.part
@@ -184,7 +166,7 @@ def predict(kernel: Kernel, target: Target) -> Prediction:
     assert not others, f"{operation} launched {len(results)} kernels"
     compiled, manifest = cache.ensure_with_manifest(_spec(name, target))
     sass = count_instructions(disassemble(compiled.object.with_name(CUBIN)))
-    threads = _threads(compiled.object.with_name(PTX).read_text())
+    threads = block_threads(compiled.object.with_name(PTX).read_text())
 
     small, large = size(kernel.small), size(kernel.large)
     scale = large / small
@@ -221,7 +203,7 @@ def predict(kernel: Kernel, target: Target) -> Prediction:
         spill_bytes=manifest["spill_bytes"],
         shared_bytes=manifest["shared_bytes"],
         threads=threads,
-        occupancy=occupancy(machine, threads, manifest["registers"], manifest["shared_bytes"]),
+        occupancy=multiprocessor(target.gpu_arch).occupancy(threads, manifest["registers"], manifest["shared_bytes"]),
         widest_load=sass.widest_load,
         widest_store=sass.widest_store,
         wide_share=wide / max(direct + bulk, 1),
@@ -242,12 +224,6 @@ def _spec(name: str, target: Target) -> Any:
     from cute_kernels.compile.matrix import support_matrix
 
     return next(spec for spec in support_matrix(target) if str(spec) == name)
-
-
-def _threads(ptx: str) -> int:
-    found = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", ptx)
-    assert found is not None, "the PTX does not say how many threads a block has"
-    return int(found[1]) * int(found[2] or 1) * int(found[3] or 1)
 
 
 TARGETS = ("sm_100f", "sm_120f", "sm100:sm_90a", "sm120:sm_90a")

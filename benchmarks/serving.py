@@ -6,6 +6,7 @@ are handed out in random order; rows of earlier steps lie in the state pool.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +114,7 @@ def compress_arguments(
     return args, options
 
 
+@functools.lru_cache(maxsize=64)
 def compress_bytes(requests: tuple[tuple[int, int], ...], *, ratio: int, kv_format: str, save: SavePolicy | None) -> int:
     """Bytes that one call must move: every score row that is pooled or saved read once, state rows, stored rows."""
     from cute_kernels.save_policy import is_saved

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import plots, predict, report, results
-from benchmarks.predict import Machine, Prediction
+from benchmarks.predict import Prediction
 from benchmarks.results import Row
 from cute_kernels.errors import CuteKernelsError, InvalidArgument
 
@@ -136,22 +136,6 @@ def test_a_prediction_above_the_share_is_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "registers", "shared", "wanted"),
-    [
-        (128, 64, 0, 8 * 128 / 1024),  # 4 warps x 2048 registers: 8 blocks
-        (128, 32, 0, 1.0),  # threads
-        (128, 65, 0, 7 * 128 / 1024),  # 65 registers a thread are 72: 4 x 2304
-        (32, 16, 0, 16 * 32 / 1024),  # blocks
-        (128, 16, 49 * 1024, 2 * 128 / 1024),  # 50 KB a block, of 100
-        (1024, 16, 0, 1.0),
-    ],
-)
-def test_occupancy(threads: int, registers: int, shared: int, wanted: float) -> None:
-    machine = Machine("any", 1, 1e9, 1e12, threads=1024, blocks=16, shared=100 * 1024, source="")
-    assert predict.occupancy(machine, threads, registers, shared) == wanted
-
-
-@pytest.mark.parametrize(
     ("text", "wanted"),
     [
         ("ld.global.v8.b32 {%r1, %r2}, [%rd1]", 32),
@@ -164,11 +148,6 @@ def test_occupancy(threads: int, registers: int, shared: int, wanted: float) -> 
 )
 def test_access_widths(text: str, wanted: int) -> None:
     assert predict.access_bytes(text) == wanted
-
-
-def test_threads_of_a_block() -> None:
-    assert predict._threads(".reqntid 32, 4, 1") == 128
-    assert predict._threads(".maxntid 256") == 256
 
 
 def test_a_record_without_a_limit_or_no_record_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
