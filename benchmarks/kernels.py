@@ -292,13 +292,14 @@ def main(arguments: list[str] | None = None, prog_name: str = "python -m benchma
     ]
     failed = 0
     for case in selected:
+        begun = time.perf_counter()
         try:
             row = run_case(case, on[case.family], limit, cold_bytes=cold, peer=peer)
         except (Mismatch, CuteKernelsError, RuntimeError) as error:
             failed += 1
             row = Row(case.operation, case.family, case.name, checked=f"FAILED: {type(error).__name__}: {error}".splitlines()[0])
         rows.append(row)
-        print(_line(row), flush=True)
+        print(f"{_line(row)}  [{time.perf_counter() - begun:.1f} s]", flush=True)
         if chosen.out:
             results.write(rows, chosen.out)  # after each, so that a run cut short keeps what it has
         torch.cuda.empty_cache()
