@@ -41,8 +41,18 @@ def resolve_target(device: torch.device, target: Target | str | None = None) -> 
     return _device_target(torch.cuda.current_device() if device.index is None else device.index, explicit)
 
 
+def cuda_target(tensor: torch.Tensor, target: Target | str | None) -> Target:
+    """`resolve_target` for a tensor that is on a CUDA device, remembered: for the host path of every call."""
+    try:
+        return _device_target(tensor.get_device(), target)
+    except TypeError:  # no hash: neither a Target nor a name
+        named_target(target)
+        raise
+
+
 @functools.lru_cache(maxsize=64)
-def _device_target(index: int, explicit: Target | None) -> Target:
+def _device_target(index: int, target: Target | str | None) -> Target:
+    explicit = named_target(target)
     capability = torch.cuda.get_device_capability(index)
     if explicit is None:
         return Target.from_capability(capability, f"cuda:{index} ({torch.cuda.get_device_name(index)})")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from cute_kernels import torch_gather, validate
-from cute_kernels.compile.spec import ConvertIndicesSpec, GatherUpconvertSpec, KernelSpec
+from cute_kernels.compile.spec import ConvertIndicesSpec, GatherUpconvertSpec
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.kv_format import GATHERED, HEAD_DIM, INLINE, ROPE_DIM, check_pages, gathered_format
-from cute_kernels.launching import Operation, Plan, reference_call
+from cute_kernels.launching import Operation, Plan, Refused, reference_call
 from cute_kernels.target import Target
 from cute_kernels.validate import Arg, Layout
 from cute_kernels.value_checks import require_values
@@ -122,34 +122,39 @@ def _check_starts(starts: torch.Tensor, requests: int) -> None:
         raise InvalidArgument("workspace_starts", f"{starts.shape[0]} entries", f"{requests} or {requests + 1}, as block_table's rows")
 
 
-def _plan_gather(a: Mapping[str, Any], target: Target, vectors: tuple[Arg, ...], widest: int) -> Plan:
+def _gather_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
     cache, out, requests = a["cache"], a["out"], a["block_table"].shape[0]
-    if out.shape[0] == 0 or requests == 0:
-        return None, {}, out
-    _check_starts(a["workspace_starts"], requests)
-    if out.stride(0) < out.shape[1]:  # no symbol of the compiled function ties the two
-        _check_gather(a, target)
-    width = validate.vector_bytes(vectors, a, widest)
-    spec, scale = _gather_spec(target, width, a["seq_starts"] is not None, a["kv_scale"], cache.dtype, cache.shape, cache.stride())
-    return spec, {**a, "kv_scale": scale}, out
+    rows, columns = out.shape
+    return (
+        rows > 0 and requests > 0,
+        0 <= a["workspace_starts"].shape[0] - requests <= 1,
+        rows == 1 or out.stride(0) >= columns,
+        a["seq_starts"] is not None,
+        a["kv_scale"],
+        *(cache.dtype, cache.shape, cache.stride()),
+    )
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _gather_spec(
+def _plan_gather(
     target: Target,
-    vector_bytes: int,
+    rows: bool,
+    starts: bool,
+    apart: bool,
     seq_starts: bool,
     kv_scale: float | None,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
-) -> tuple[KernelSpec, float]:
-    """The spec and scale of a call, checked; remembered, because an engine asks for the same ones layer after layer."""
+) -> Plan:
+    """starts: as many as requests; apart: rows of `out` do not overlap."""
+    if not starts or not apart:
+        raise Refused
     cache = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     fmt = gathered_format(cache)
     check_pages(cache, "cache")
     scale = validate.scale("kv_scale", kv_scale, fmt)
-    return GatherUpconvertSpec(target, vector_bytes, kv_format=fmt.name, seq_starts=seq_starts), scale
+    return Plan.of(GatherUpconvertSpec(target, kv_format=fmt.name, seq_starts=seq_starts), {"kv_scale": scale}, rows=rows)
 
 
 def _gather_values(a: Mapping[str, Any]) -> None:
@@ -166,10 +171,15 @@ GATHER_UPCONVERT = Operation(
     public=gather_upconvert,
     anchor="cache",
     tensors=GATHER_TENSORS,
-    vectors=tuple(arg for arg in GATHER_TENSORS if arg.name == "out"),
+    vectors=("out",),
     check=_check_gather,
     value_check=_gather_values,
+    facts=_gather_facts,
+    shapes=("block_table", "workspace_starts"),
+    layouts=("cache", "out"),
     plan=_plan_gather,
+    made=("out",),
+    outputs=lambda a, plan: ({}, a["out"]),
     reference=lambda a, target: reference_call("gather_upconvert", a),
 )
 
@@ -212,7 +222,6 @@ def _check_maps(a: Mapping[str, Any], rows: int) -> None:
         raise InvalidArgument("counts", "a tensor", "None without return_counts=True")
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
 def _convert_sizes(page_rows: int, block_stride_rows: int | None, pages: int | None) -> dict[str, int]:
     """Scalar arguments of the kernel, checked."""
     validate.integer("page_rows", page_rows, 1)
@@ -223,28 +232,52 @@ def _convert_sizes(page_rows: int, block_stride_rows: int | None, pages: int | N
     return {"pages": min(most, 2**31 - 1) if pages is None else pages, "page_rows": page_rows, "block_stride_rows": span}
 
 
-def _plan_convert(a: Mapping[str, Any], target: Target, vectors: tuple[Arg, ...], widest: int) -> Plan:
-    ids, out, counts, compact = a["ids"], a["out"], a["counts"], a["return_counts"]
-    rows, k = ids.shape
-    _check_maps(a, rows)
-    sizes = _convert_sizes(a["page_rows"], a["block_stride_rows"], a["pages"])
+def _convert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
+    rows, k = a["ids"].shape
+    out, prefill = a["out"], a["prefill_request_id"]
+    return (
+        rows > 0,
+        a["token_to_req"].shape[0] == rows,
+        None if prefill is None else prefill.shape[0] == rows,
+        a["workspace_starts"] is not None,
+        out is None or rows == 1 or out.stride(0) >= k,
+        a["counts"] is not None,
+        *(a["return_counts"], a["page_rows"], a["block_stride_rows"], a["pages"]),
+    )
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _plan_convert(
+    target: Target,
+    rows: bool,
+    requests: bool,
+    prefill: bool | None,
+    starts: bool,
+    apart: bool,
+    counts: bool,
+    return_counts: bool,
+    page_rows: int,
+    block_stride_rows: int | None,
+    pages: int | None,
+) -> Plan:
+    """requests, prefill: as many as rows of ids, prefill None without the map; apart: rows of `out` do not overlap."""
+    together = starts == (prefill is not None) and isinstance(return_counts, bool) and (return_counts or not counts)
+    if not requests or prefill is False or not apart or not together:
+        raise Refused
+    spec = ConvertIndicesSpec(target, prefill=starts, compact=return_counts)
+    return Plan.of(spec, _convert_sizes(page_rows, block_stride_rows, pages), rows=rows)
+
+
+def _convert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], Any]:
+    ids, out, counts = a["ids"], a["out"], a["counts"]
     if out is None:
-        out = torch.empty((rows, -(-max(k, 1) // 8) * 8), dtype=torch.int32, device=ids.device)[:, :k]
-    elif out.stride(0) < k:
-        _check_convert(a, target)
-    if compact and counts is None:
-        counts = torch.empty(rows, dtype=torch.int32, device=ids.device)
-    result = (out, counts) if compact else out
-    if rows == 0:
-        return None, {}, result
-    width = validate.vector_bytes(vectors, {"ids": ids, "out": out}, widest)
-    spec = _convert_spec(target, width, a["prefill_request_id"] is not None, compact)
-    return spec, {**a, **sizes, "out": out, "counts": counts}, result
-
-
-@functools.lru_cache(maxsize=256)
-def _convert_spec(target: Target, vector_bytes: int, prefill: bool, compact: bool) -> KernelSpec:
-    return ConvertIndicesSpec(target, vector_bytes, prefill=prefill, compact=compact)
+        rows, k = ids.shape
+        out = torch.empty_strided((rows, k), (-(-max(k, 1) // 8) * 8, 1), dtype=torch.int32, device=ids.device)
+    if not a["return_counts"]:
+        return {"out": out}, out
+    if counts is None:
+        counts = torch.empty(ids.shape[:1], dtype=torch.int32, device=ids.device)
+    return {"out": out, "counts": counts}, (out, counts)
 
 
 def _convert_values(a: Mapping[str, Any]) -> None:
@@ -263,9 +296,14 @@ CONVERT_INDICES = Operation(
     public=convert_indices,
     anchor="ids",
     tensors=CONVERT_TENSORS,
-    vectors=tuple(arg for arg in CONVERT_TENSORS if arg.vector),
+    vectors=("ids", "out"),
     check=_check_convert,
     value_check=_convert_values,
+    facts=_convert_facts,
+    shapes=("ids", "token_to_req", "prefill_request_id"),
+    layouts=("out",),
     plan=_plan_convert,
+    made=("out", "counts"),
+    outputs=_convert_outputs,
     reference=lambda a, target: reference_call("convert_indices", a),
 )

@@ -104,6 +104,7 @@ def formats_of(family: str) -> tuple[KVFormat, ...]:
 
 def format_of(cache: torch.Tensor, argument: str = "kv_cache") -> KVFormat:
     """The format that a cache tensor's dtype and last dimension spell."""
+    _require_tensor(argument, cache)
     for fmt in FORMATS.values():
         if cache.dtype == fmt.dtype and cache.dim() == 3 and cache.shape[-1] == fmt.row_elements:
             return fmt
@@ -117,6 +118,7 @@ def format_of(cache: torch.Tensor, argument: str = "kv_cache") -> KVFormat:
 
 def gathered_format(cache: torch.Tensor, argument: str = "cache") -> KVFormat:
     """The format of a cache that `gather_upconvert` reads."""
+    _require_tensor(argument, cache)
     for fmt in GATHERED.values():
         if cache.dtype == fmt.dtype and cache.dim() == 3 and cache.shape[-1] == fmt.row_elements:
             return fmt
@@ -125,6 +127,11 @@ def gathered_format(cache: torch.Tensor, argument: str = "cache") -> KVFormat:
         f"{cache.dtype} {list(cache.shape)}",
         "[pages, rows, 656] uint8 (V3.2), [pages, rows, 584] uint8 (packed fp8_ds_mla) or [pages, rows, 512] float8_e4m3fn",
     )
+
+
+def _require_tensor(argument: str, cache: object) -> None:
+    if not isinstance(cache, torch.Tensor):
+        raise InvalidArgument(argument, "None" if cache is None else f"a {type(cache).__name__}", "a torch.Tensor [pages, rows, row]")
 
 
 def check_pages(cache: torch.Tensor, argument: str) -> None:
@@ -160,6 +167,10 @@ class PoolGeometry:
     span: int
 
     def __post_init__(self) -> None:
+        for name in ("pages", "page_rows", "span"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+                raise InvalidArgument(f"geometry.{name}", repr(value), "an int", hint="PoolGeometry.of(cache) reads them from a cache")
         if self.pages < 0 or self.page_rows < 1 or self.span < self.page_rows:
             raise InvalidArgument(
                 "geometry", f"pages={self.pages}, page_rows={self.page_rows}, span={self.span}", "pages >= 0, 1 <= page_rows <= span"

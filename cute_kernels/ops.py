@@ -8,23 +8,21 @@ guarded by the compiled function itself; when it refuses, `validate` names the a
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from cute_kernels import dispatch, torch_ops, validate, value_checks
-from cute_kernels.compile.spec import CompressStoreSpec, KernelSpec, QkvInsertSpec, SparseIndicesSpec
+from cute_kernels.binding import Bound
+from cute_kernels.compile.spec import CompressStoreSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.gather_ops import CONVERT_INDICES, GATHER_UPCONVERT
 from cute_kernels.gather_ops import convert_indices as convert_indices
 from cute_kernels.gather_ops import gather_upconvert as gather_upconvert
 from cute_kernels.indices import CombinedIndices, IdSource, Indices, SegmentIndices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, PoolGeometry, format_of
-from cute_kernels.launching import Operation as _Operation
-from cute_kernels.launching import Plan as _Plan
-from cute_kernels.launching import reference_call
+from cute_kernels.launching import Operation, Plan, Refused, reference_call
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.step import StepMetadata
 from cute_kernels.target import Target
@@ -231,60 +229,114 @@ def _check_compress_store(a: Mapping[str, Any], target: Target | None) -> None:
     dispatch.require_format(format_of(a["kv_cache"]), target)
 
 
-def _plan_compress_store(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
+def _compress_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
     rows = a["state_slots"].shape[0]
-    if rows == 0:
-        return None, {}, None
-    cache, score, seq_lens, state = a["kv_cache"], a["kv_score"], a["seq_lens"], a["state"]
-    # What no symbol of the compiled function ties to another argument.
-    if (
-        (score is not None and score.shape[0] < rows)
-        or (seq_lens is not None and seq_lens.shape[0] != a["state_block_table"].shape[0])
-        or state.stride(1) < state.shape[2]
-        or state.stride(0) < state.stride(1) * state.shape[1]
-        or 0 in state.shape
-        or 0 in a["state_block_table"].shape
-    ):
-        validate.compress_store(a)
-    given = (score is not None, a["ape"] is not None, seq_lens is not None)
-    scalars = (a["ratio"], a["eps"], a["kv_scale"], a["save"])
-    width = validate.vector_bytes(vectors, a, widest)
-    spec, more = _compress_store_spec(target, width, *scalars, *given, cache.dtype, cache.shape, cache.stride())
-    return spec, {**a, **more}, None
+    requests, columns = a["state_block_table"].shape
+    score, seq_lens, state, cache = a["kv_score"], a["seq_lens"], a["state"], a["kv_cache"]
+    return (
+        rows > 0,
+        columns > 0,
+        None if score is None else score.shape[0] >= rows,
+        a["ape"] is not None,
+        None if seq_lens is None else seq_lens.shape[0] == requests,
+        *(a["ratio"], a["eps"], a["kv_scale"], a["save"]),
+        *(cache.dtype, cache.shape, cache.stride(), state.shape, state.stride()),
+    )
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _compress_store_spec(
+def _plan_compress_store(
     target: Target,
-    vector_bytes: int,
+    rows: bool,
+    columns: bool,
+    scores: bool | None,
+    ape: bool,
+    seq_lens: bool | None,
     ratio: int,
     eps: float,
     kv_scale: float | None,
     save: SavePolicy,
-    scores: bool,
-    ape: bool,
-    seq_lens: bool,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
-) -> tuple[KernelSpec, dict[str, Any]]:
-    """The spec and scalar arguments of a call, checked; remembered, because a layer asks for the same ones on every step."""
+    state_shape: tuple[int, ...],
+    state_strides: tuple[int, ...],
+) -> Plan:
+    """scores, seq_lens: None without the tensor, False where it is too short."""
     from cute_kernels.reference.quant import inverse_scale
 
     cache = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    tensors = {"kv_score": scores or None, "ape": ape or None, "seq_lens": seq_lens or None, "kv_cache": cache}
+    state = torch.empty_strided(state_shape, state_strides, device="meta")
+    tensors = {"kv_score": scores, "ape": ape or None, "seq_lens": seq_lens, "kv_cache": cache}
     validate.compress_store_scalars({"ratio": ratio, "eps": eps, "kv_scale": kv_scale, "save": save, **tensors})
+    if not columns or scores is False or seq_lens is False or 0 in state_shape:
+        raise Refused
+    validate.check(validate.STATE, {"state": state}, {}, state.device)
     fmt = format_of(cache)
     dispatch.require_format(fmt, target)
     PoolGeometry.of(cache)
-    kind = "none" if not scores else "every_row" if save.every_row else "policy"
-    spec = CompressStoreSpec(target, vector_bytes, ratio=ratio, kv_format=fmt.name, scores=scores, save=kind)
+    kind = "none" if scores is None else "every_row" if save.every_row else "policy"
+    spec = CompressStoreSpec(target, ratio=ratio, kv_format=fmt.name, scores=scores is not None, save=kind)
     numbers = {"eps": float(eps), "inverse_kv_scale": inverse_scale(kv_scale)}
-    return spec, {**numbers, "rollback": save.rollback, "prefix_stride": save.prefix_stride}
+    return Plan.of(spec, {**numbers, "rollback": save.rollback, "prefix_stride": save.prefix_stride}, rows=rows)
 
 
 def _check_sparse_indices(a: Mapping[str, Any], target: Target | None) -> None:
     validate.sparse_indices(a, dispatch.combined_form(target))
+
+
+def _index_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
+    ids = a["ids"]
+    return (
+        _index_rows(a) > 0,
+        None if ids is None else ids.shape[1],
+        a["compressed_block_table"] is not None,
+        a["slots"] is not None,
+        *(a["source"], a["ratio"], a["width"], a["window"], a["compressed"]),
+    )
+
+
+def _index_rows(a: Mapping[str, Any]) -> int:
+    tokens = a["positions"].shape[0]
+    return tokens if a["num_rows"] is None else validate.integer("num_rows", a["num_rows"], tokens)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _plan_sparse_indices(
+    target: Target,
+    rows: bool,
+    k: int | None,
+    compressed_block_table: bool,
+    slots: bool,
+    source: IdSource,
+    ratio: int,
+    width: int | None,
+    window: PoolGeometry,
+    compressed: PoolGeometry | None,
+) -> Plan:
+    ids = None if k is None else torch.empty((0, k), device="meta")
+    a = {"source": source, "ratio": ratio, "width": width, "ids": ids, "window": window, "compressed": compressed}
+    tensors = {"compressed_block_table": compressed_block_table or None, "positions": torch.empty(0, device="meta")}
+    validate.sparse_indices_scalars({**a, **tensors, "num_rows": None})
+    sizes = {"window_pages": window.pages, "window_page_rows": window.page_rows, "window_span": window.span, "ratio": ratio}
+    if compressed is not None:
+        sizes |= {"compressed_pages": compressed.pages, "compressed_page_rows": compressed.page_rows, "compressed_span": compressed.span}
+    spec = SparseIndicesSpec(target, source=source.value, slots=slots)
+    return Plan.of(spec, sizes, rows=rows, size=validate.sparse_indices_width(a))
+
+
+def _index_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], Indices]:
+    out, rows, width = a["out"], _index_rows(a), plan.size
+    combined = dispatch.combined_form(plan.target)
+    if out is None:
+        out = new_tables(rows, width, combined, a["positions"].device)
+    elif not _has_shape(out, combined, rows, width):  # no symbol of the compiled function ties them to other arguments
+        device = a["positions"].device
+        validate.check_indices(out, combined, {"rows": rows, "width": width, "columns": WINDOW + width}, width > 0, device)
+    if combined:
+        return {"table": out.table, "lengths": out.lengths}, out
+    parts = {"compressed_table": out.compressed, "compressed_lengths": out.compressed_lengths}
+    return {"window_table": out.window, "window_lengths": out.window_lengths, **parts}, out
 
 
 def new_tables(rows: int, width: int, combined: bool, device: torch.device) -> Indices:
@@ -298,68 +350,18 @@ def new_tables(rows: int, width: int, combined: bool, device: torch.device) -> I
     return SegmentIndices(empty(rows, WINDOW), empty(rows), *((empty(rows, width), empty(rows)) if width else ()))
 
 
-def _plan_sparse_indices(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
-    positions, ids, num_rows, out = a["positions"], a["ids"], a["num_rows"], a["out"]
-    k = None if ids is None else ids.shape[1]
-    given = (a["compressed_block_table"] is not None, a["slots"] is not None)
-    width, sizes = _sparse_indices_sizes(a["source"], a["ratio"], a["width"], k, a["window"], a["compressed"], given[0])
-    tokens = positions.shape[0]
-    rows = tokens if num_rows is None else validate.integer("num_rows", num_rows, tokens)
-    combined = dispatch.combined_form(target)
-    if out is None:
-        out = new_tables(rows, width, combined, positions.device)
-    elif not _has_shape(out, combined, rows, width):  # no symbol of the compiled function ties them to other arguments
-        validate.check_indices(out, combined, {"rows": rows, "width": width, "columns": WINDOW + width}, width > 0, positions.device)
-    if rows == 0:
-        return None, {}, out
-    if combined:
-        written = {"table": out.table, "lengths": out.lengths}
-        accessed = {"ids": ids, "out.table": out.table}
-    else:
-        written = {"window_table": out.window, "window_lengths": out.window_lengths}
-        written |= {"compressed_table": out.compressed, "compressed_lengths": out.compressed_lengths}
-        accessed = {"ids": ids, "out.window": out.window, "out.compressed": out.compressed}
-    spec = _sparse_indices_spec(target, validate.vector_bytes(vectors, accessed, widest), a["source"], given[1])
-    return spec, {**a, **written, **sizes}, out
-
-
 def _has_shape(out: Any, combined: bool, rows: int, width: int) -> bool:
     """Whether tables have the result's form, extents and dense rows; the compiled function checks the rest."""
-    if not all(table is None or table.is_contiguous() for table in vars(out).values()):
-        return False
     if combined:
-        return type(out) is CombinedIndices and out.table.shape == (rows, WINDOW + width) and out.lengths.shape == (rows,)
+        fits = type(out) is CombinedIndices and out.table.shape == (rows, WINDOW + width) and out.lengths.shape == (rows,)
+        return fits and out.table.is_contiguous()
     if type(out) is not SegmentIndices or out.window.shape != (rows, WINDOW) or out.window_lengths.shape != (rows,):
+        return False
+    if not out.window.is_contiguous():
         return False
     if not width or out.compressed is None or out.compressed_lengths is None:
         return not width
-    return out.compressed.shape == (rows, width) and out.compressed_lengths.shape == (rows,)
-
-
-@functools.lru_cache(maxsize=4096, typed=True)
-def _sparse_indices_sizes(
-    source: IdSource,
-    ratio: int,
-    width: int | None,
-    k: int | None,
-    window: PoolGeometry,
-    compressed: PoolGeometry | None,
-    compressed_block_table: bool,
-) -> tuple[int, dict[str, int]]:
-    """Width of the compressed part and scalar arguments of a call, checked; remembered like `_compress_store_spec`."""
-    ids = None if k is None else torch.empty((0, k), device="meta")
-    table = compressed_block_table or None
-    a = {"source": source, "ratio": ratio, "width": width, "ids": ids, "window": window, "compressed": compressed}
-    validate.sparse_indices_scalars({**a, "compressed_block_table": table, "positions": torch.empty(0, device="meta"), "num_rows": None})
-    sizes = {"window_pages": window.pages, "window_page_rows": window.page_rows, "window_span": window.span, "ratio": ratio}
-    if compressed is not None:
-        sizes |= {"compressed_pages": compressed.pages, "compressed_page_rows": compressed.page_rows, "compressed_span": compressed.span}
-    return validate.sparse_indices_width(a), sizes
-
-
-@functools.lru_cache(maxsize=256)
-def _sparse_indices_spec(target: Target, vector_bytes: int, source: IdSource, slots: bool) -> KernelSpec:
-    return SparseIndicesSpec(target, vector_bytes, source=source.value, slots=slots)
+    return out.compressed.shape == (rows, width) and out.compressed_lengths.shape == (rows,) and out.compressed.is_contiguous()
 
 
 def _check_qkv_insert(a: Mapping[str, Any], target: Target | None) -> None:
@@ -367,154 +369,107 @@ def _check_qkv_insert(a: Mapping[str, Any], target: Target | None) -> None:
     dispatch.require_format(format_of(a["kv_cache"]), target)
 
 
-def _plan_qkv_insert(a: Mapping[str, Any], target: Target, vectors: tuple[validate.Arg, ...], widest: int) -> _Plan:
-    q, out, cache = a["q"], a["out"], a["kv_cache"]
-    padded = _insert_heads(q.shape[1], a["padded_heads"])
-    shape = (q.shape[0], padded, HEAD_DIM)
-    if out is None:
-        out = torch.empty(shape, dtype=a["q_dtype"], device=q.device)
-    elif out.shape != shape or not out.is_contiguous():  # no symbol of the compiled function ties its extents to other arguments
-        validate.qkv_insert(a)
-    if shape[0] == 0:
-        return None, {}, out
-    scalars = (a["eps"], a["q_scale"], a["kv_scale"], a["q_dtype"], a["apply_q_norm"], a["backend"], a["cos_sin"].shape[0])
-    width = validate.vector_bytes(vectors, {**a, "out": out}, widest)
-    spec, more = _qkv_insert_spec(target, width, *scalars, cache.dtype, cache.shape, cache.stride())
-    return spec, {**a, **more, "out": out}, out
-
-
-_insert_heads = functools.lru_cache(maxsize=256, typed=True)(validate.insert_heads)
+def _insert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
+    rows, heads, _ = a["q"].shape
+    cache = a["kv_cache"]
+    return (
+        *(rows > 0, heads, a["cos_sin"].shape[0] > 0),
+        *(a["padded_heads"], a["eps"], a["q_scale"], a["kv_scale"], a["q_dtype"], a["apply_q_norm"], a["backend"]),
+        *(cache.dtype, cache.shape, cache.stride()),
+    )
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
-def _qkv_insert_spec(
+def _plan_qkv_insert(
     target: Target,
-    vector_bytes: int,
+    rows: bool,
+    heads: int,
+    positions: bool,
+    padded_heads: int | None,
     eps: float,
     q_scale: float | None,
     kv_scale: float | None,
     q_dtype: torch.dtype,
     apply_q_norm: bool,
     backend: str,
-    positions: int,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
-) -> tuple[KernelSpec, dict[str, Any]]:
-    """The spec and scalar arguments of a call, checked; remembered like `_compress_store_spec`."""
+) -> Plan:
     from cute_kernels.reference.quant import inverse_scale
 
     cache = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    table = torch.empty((positions, 0), device="meta")
+    table = torch.empty((int(positions), 0), device="meta")
     scalars = {"eps": eps, "q_scale": q_scale, "kv_scale": kv_scale, "q_dtype": q_dtype, "apply_q_norm": apply_q_norm, "backend": backend}
     validate.qkv_insert_scalars({**scalars, "kv_cache": cache, "cos_sin": table})
     fmt = format_of(cache)
     dispatch.require_format(fmt, target)
     PoolGeometry.of(cache)
     name = "bf16" if q_dtype is torch.bfloat16 else "e4m3"
-    spec = QkvInsertSpec(target, vector_bytes, kv_format=fmt.name, q_dtype=name, apply_q_norm=apply_q_norm)
-    return spec, {"eps": float(eps), "inverse_q_scale": inverse_scale(q_scale), "inverse_kv_scale": inverse_scale(kv_scale)}
+    spec = QkvInsertSpec(target, kv_format=fmt.name, q_dtype=name, apply_q_norm=apply_q_norm)
+    numbers = {"eps": float(eps), "inverse_q_scale": inverse_scale(q_scale), "inverse_kv_scale": inverse_scale(kv_scale)}
+    return Plan.of(spec, numbers, rows=rows, size=validate.insert_heads(heads, padded_heads))
 
 
-_COMPRESS_STORE = _Operation(
+def _insert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], torch.Tensor]:
+    q, out = a["q"], a["out"]
+    shape = (q.shape[0], plan.size, HEAD_DIM)
+    if out is None:
+        out = torch.empty(shape, dtype=a["q_dtype"], device=q.device)
+    elif out.shape != shape or not out.is_contiguous():  # no symbol of the compiled function ties its extents to other arguments
+        validate.qkv_insert(a)
+    return {"out": out}, out
+
+
+_COMPRESS_STORE = Operation(
     public=compress_store,
     anchor="state_slots",
     tensors=validate.COMPRESS_STORE,
-    vectors=tuple(arg for arg in validate.COMPRESS_STORE if arg.vector),
+    vectors=("kv_score", "ape", "state", "norm_weight", "kv_cache"),
     check=_check_compress_store,
     value_check=value_checks.compress_store,
+    facts=_compress_facts,
+    shapes=("state_slots", "state_block_table", "kv_score", "seq_lens"),
+    layouts=("kv_cache", "state"),
     plan=_plan_compress_store,
+    made=(),
+    outputs=lambda a, plan: ({}, None),
     reference=lambda a, target: reference_call("compress_store", a),
 )
-_SPARSE_INDICES = _Operation(
+_SPARSE_INDICES = Operation(
     public=sparse_indices,
     anchor="positions",
     tensors=validate.SPARSE_INDICES,
-    vectors=tuple(
-        arg
-        for arg in validate.SPARSE_INDICES + validate.COMBINED_OUT + validate.SEGMENT_WINDOW_OUT + validate.SEGMENT_COMPRESSED_OUT
-        if arg.vector
-    ),
+    vectors=("ids", "table", "window_table", "compressed_table"),
     check=_check_sparse_indices,
     value_check=value_checks.sparse_indices,
+    facts=_index_facts,
+    shapes=("positions", "ids"),
+    layouts=(),
     plan=_plan_sparse_indices,
+    made=("out",),
+    outputs=_index_outputs,
     reference=lambda a, target: reference_call("sparse_indices", a, form="combined" if dispatch.combined_form(target) else "segments"),
 )
-_QKV_INSERT = _Operation(
+_QKV_INSERT = Operation(
     public=qkv_insert,
     anchor="q",
     tensors=validate.QKV_INSERT + validate.QKV_INSERT_OUT,
-    vectors=tuple(arg for arg in validate.QKV_INSERT + validate.QKV_INSERT_OUT if arg.vector),
+    vectors=("q", "kv", "kv_cache", "cos_sin", "out"),
     check=_check_qkv_insert,
     value_check=value_checks.qkv_insert,
+    facts=_insert_facts,
+    shapes=("q", "cos_sin"),
+    layouts=("kv_cache",),
     plan=_plan_qkv_insert,
+    made=("out",),
+    outputs=_insert_outputs,
     reference=lambda a, target: reference_call("qkv_insert", a),
 )
 _OPERATIONS = {op.public: op for op in (GATHER_UPCONVERT, CONVERT_INDICES, _COMPRESS_STORE, _SPARSE_INDICES, _QKV_INSERT)}
 
 
 # Prepared arguments ----------------------------------------------------------------------------------------------------
-
-
-class Bound:
-    """A public call with some arguments fixed; see `bind`."""
-
-    def __init__(self, call: Callable[..., Any], kept: Mapping[str, Any]) -> None:
-        self._call = call
-        signature = inspect.signature(call)
-        for name in kept:
-            if name not in signature.parameters:
-                raise InvalidArgument(name, "a value to bind", f"an argument of {call.__name__}: {', '.join(signature.parameters)}")
-        self._defaults = {n: p.default for n, p in signature.parameters.items() if p.default is not inspect.Parameter.empty}
-        self._names = frozenset(signature.parameters)
-        self._kept = dict(kept)
-        self._required = self._names - self._defaults.keys() - self._kept.keys()
-        self._accepted: set[tuple[str, ...]] = set()
-        self._operation = _OPERATIONS.get(call)
-        self._target: Target | None = None
-        self._prepared: dict[str, Any] = {}
-        tensors = {n: v for n, v in self._kept.items() if isinstance(v, torch.Tensor)}
-        devices = {str(t.device) for t in tensors.values()}
-        if len(devices) > 1:
-            raise InvalidArgument(next(iter(tensors)), f"devices {', '.join(sorted(devices))}", "one device for all tensors of a call")
-        if kept.get("backend") == "reference":
-            self._operation = None
-        if self._operation is not None and tensors and next(iter(tensors.values())).device.type == "cuda":
-            self._prepare(self._operation, tensors)
-
-    def _prepare(self, operation: _Operation, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Checks the kept tensors one by one and converts them for the compiled function."""
-        import tvm_ffi
-
-        device = next(iter(tensors.values())).device
-        self._target = dispatch.resolve_target(device, self._kept.get("target"))
-        assert self._target is not None
-        table = {arg.name: arg for arg in operation.tensors}
-        validate.check(tuple(table[n] for n in tensors), tensors, {}, device)
-        tensors = validate.with_regular_empties(operation.tensors, tensors)
-        self._widest = validate.vector_bytes(operation.vectors, tensors, self._target.vector_bytes)
-        self._vectors = tuple(arg for arg in operation.vectors if arg.name not in tensors)
-        # The anchor stays a torch tensor: from it TVM-FFI learns torch's current stream on each call.
-        self._prepared = {n: tvm_ffi.from_dlpack(t) for n, t in tensors.items() if n != operation.anchor}
-
-    def __call__(self, **varying: Any) -> Any:
-        """The call with the kept arguments and these, all by name."""
-        names = tuple(varying)
-        if names not in self._accepted:
-            self._require_names(varying)
-            self._accepted.add(names)
-        a = {**self._defaults, **self._kept, **varying}
-        if self._operation is None or self._target is None or a.get("backend") == "reference" or torch.compiler.is_compiling():
-            return self._call(**a)
-        return self._operation.launch(a, self._target, self._vectors, self._widest, self._prepared)
-
-    def _require_names(self, varying: Mapping[str, Any]) -> None:
-        for name in sorted(self._required - varying.keys()):
-            raise InvalidArgument(name, "nothing", f"a value: it is neither bound nor given to {self._call.__name__}")
-        for name in sorted(varying.keys() - self._names):
-            raise InvalidArgument(name, "a value", f"an argument of {self._call.__name__}")
-        for name in sorted(varying.keys() & self._kept.keys()):
-            raise InvalidArgument(name, "a value", "nothing: it is bound already")
 
 
 def bind(call: Callable[..., Any], **kept: Any) -> Bound:
@@ -526,4 +481,4 @@ def bind(call: Callable[..., Any], **kept: Any) -> Bound:
     known = (compress_store, sparse_indices, qkv_insert, gather_upconvert, convert_indices, decode)
     if call not in known:
         raise InvalidArgument("call", getattr(call, "__name__", repr(call)), "one of " + ", ".join(k.__name__ for k in known))
-    return Bound(call, kept)
+    return Bound(call, _OPERATIONS.get(call), kept)

@@ -32,6 +32,8 @@ class SavePolicy:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
                 raise InvalidArgument(f"save.{name}", repr(value), "an int, 0 <= value < 2^31")
+        if not isinstance(self.every_row, bool):
+            raise InvalidArgument("save.every_row", repr(self.every_row), "True or False")
 
 
 SavePolicy.EVERY_ROW = SavePolicy(every_row=True)

@@ -86,7 +86,11 @@ class StepMetadata(Held):
         for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("decode_query_len", decode_query_len)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise InvalidArgument(name, repr(value), "an int, 1 <= value < 2^31")
-        self.device = torch.device(device)
+        if not isinstance(uniform_decodes, bool):
+            raise InvalidArgument("uniform_decodes", repr(uniform_decodes), "True or False")
+        if call_policy is not None and not isinstance(call_policy, CallPolicy):
+            raise InvalidArgument("call_policy", repr(call_policy), "a CallPolicy, or None for two calls")
+        self.device = _device(device)
         self.max_requests, self.max_tokens, self.decode_query_len = max_requests, max_tokens, decode_query_len
         self.uniform_decodes, self.call_policy = uniform_decodes, call_policy or CallPolicy()
 
@@ -105,7 +109,7 @@ class StepMetadata(Held):
     @classmethod
     def of(
         cls,
-        query_lens: Sequence[int],
+        query_lens: Sequence[int] | torch.Tensor,
         seq_lens: Sequence[int] | torch.Tensor,
         device: torch.device | str = "cpu",
         *,
@@ -115,8 +119,9 @@ class StepMetadata(Held):
     ) -> StepMetadata:
         """A step with buffers of exactly its own size, from the query length and the sequence length of each request."""
         rules: dict[str, Any] = {"uniform_decodes": uniform_decodes, "call_policy": call_policy}
-        step = cls(max(len(query_lens), 1), max(sum(query_lens), 1), device, decode_query_len=decode_query_len, **rules)
-        return step.update(query_lens, seq_lens)
+        lens = _query_lens(query_lens)
+        step = cls(max(len(lens), 1), max(int(lens.sum()), 1), device, decode_query_len=decode_query_len, **rules)
+        return step.update(lens, seq_lens)
 
     @classmethod
     def from_parts(
@@ -168,9 +173,7 @@ class StepMetadata(Held):
         """
         if not hasattr(self, "_query_start_loc"):
             raise InvalidArgument("update", "a step over tensors of another", "a step with buffers of its own")
-        lens = _lengths("query_lens", query_lens, torch.int64)
-        if lens.dim() != 1 or lens.device.type != "cpu":
-            raise InvalidArgument("query_lens", f"shape {list(lens.shape)} on {lens.device}", "one int per request, on the CPU")
+        lens = _query_lens(query_lens)
         if len(lens) > self.max_requests:
             raise InvalidArgument("query_lens", f"{len(lens)} requests", f"at most max_requests={self.max_requests}")
         if len(lens) and not 0 <= int(lens.min()) <= int(lens.max()) < 2**31:
@@ -187,6 +190,8 @@ class StepMetadata(Held):
             raise InvalidArgument("seq_lens", f"{int(seq[r])} for request {r}", f"0, or at least its {int(lens[r])} query rows")
         total = int(lens.sum())
         for name, value, dtype in (("positions", positions, torch.int64), ("token_to_req", token_to_req, torch.int32)):
+            if value is not None and not isinstance(value, torch.Tensor):
+                raise InvalidArgument(name, f"a {type(value).__name__}", f"{dtype} [{total}] on {self.device}")
             if value is not None and (value.dtype != dtype or tuple(value.shape) != (total,) or value.device.type != self.device.type):
                 raise InvalidArgument(name, f"{value.dtype} {list(value.shape)} on {value.device}", f"{dtype} [{total}] on {self.device}")
 
@@ -300,6 +305,22 @@ class StepMetadata(Held):
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        if isinstance(device, str | torch.device):
+            return torch.device(device)
+    except RuntimeError:  # a name of none
+        pass
+    raise InvalidArgument("device", repr(device), 'a torch.device or its name, such as "cuda"')
+
+
+def _query_lens(values: Sequence[int] | torch.Tensor) -> torch.Tensor:
+    lens = _lengths("query_lens", values, torch.int64)
+    if lens.dim() != 1 or lens.device.type != "cpu":
+        raise InvalidArgument("query_lens", f"shape {list(lens.shape)} on {lens.device}", "one int per request, on the CPU")
+    return lens
 
 
 def _lengths(name: str, values: Sequence[int] | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

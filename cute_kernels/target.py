@@ -50,10 +50,10 @@ class Target:
     gpu_arch: str
 
     def __post_init__(self) -> None:
-        if self.family not in _ARCHITECTURES:
+        if not isinstance(self.family, str) or self.family not in _ARCHITECTURES:
             raise InvalidArgument("family", repr(self.family), " or ".join(map(repr, _ARCHITECTURES)))
         allowed = _ARCHITECTURES[self.family]
-        if self.gpu_arch not in allowed:
+        if not isinstance(self.gpu_arch, str) or self.gpu_arch not in allowed:
             raise InvalidArgument(
                 "gpu_arch",
                 repr(self.gpu_arch),
@@ -67,6 +67,8 @@ class Target:
 
         `sm_90a` belongs to both families, so it has to be written `Target("sm100", "sm_90a")`, or "sm100:sm_90a".
         """
+        if not isinstance(name, str):
+            raise InvalidArgument("target", repr(name), 'a name, such as "sm100" or "sm_120f"', hint=_WHICH)
         family, _, arch = name.partition(":")
         if arch:
             return Target(family, arch)  # type: ignore[arg-type]  # checked in __post_init__
@@ -86,6 +88,8 @@ class Target:
     @staticmethod
     def from_capability(capability: tuple[int, int], device: object = "this GPU") -> Target:
         """The exact target of a compute capability; `UnsupportedRequest` for anything but 10.0, 10.3, 12.0 and 12.1."""
+        if not isinstance(capability, tuple) or [type(part) for part in capability] != [int, int]:
+            raise InvalidArgument("capability", repr(capability), "(major, minor), as torch.cuda.get_device_capability gives it")
         if capability not in _BY_CAPABILITY:
             major, minor = capability
             raise UnsupportedRequest(

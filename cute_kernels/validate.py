@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +78,8 @@ COMPRESS_STORE = (
     Arg("kv_cache", CACHE_DTYPES, (None, None, None), Layout.POOL, vector=True),
     Arg("seq_lens", (I32,), ("R",), optional=True),
 )
+
+STATE = tuple(arg for arg in COMPRESS_STORE if arg.name == "state")
 
 SPARSE_INDICES = (
     Arg("positions", (I64,), ("T",)),
@@ -210,11 +212,9 @@ def _address_bits(value: torch.Tensor) -> int:
 
     The row stride of a packed pool is nominal (data rows lie 576 bytes apart) and does not count.
     """
-    strides = value.stride()[:-1]
-    if len(strides) == 2 and value.dtype is PACKED.dtype:
-        strides = strides[:1]
+    strides = value.stride()
     steps = 0
-    for stride in strides:
+    for stride in strides[:1] if len(strides) == 3 and value.dtype is PACKED.dtype else strides[:-1]:
         steps |= stride
     return value.data_ptr() | steps * value.element_size()
 
@@ -225,18 +225,15 @@ def alignment(value: torch.Tensor) -> int:
     return bits & -bits
 
 
-def vector_bytes(arguments: tuple[Arg, ...], values: Mapping[str, Any], widest: int) -> int:
-    """The access width, 16 or 32 bytes and at most `widest`, that all vector-accessed arguments of a call allow."""
-    bits = widest
-    for arg in arguments:
-        value = values.get(arg.name)
+def vector_bytes(values: Iterable[torch.Tensor | None]) -> int:
+    """The access width, 16 or 32 bytes, that all vector-accessed tensors of a call allow; None: an argument that is not given."""
+    bits = 32
+    for value in values:
         if value is not None:
             bits |= _address_bits(value)
     width = bits & -bits
     if width < ALIGNMENT:
-        for arg in arguments:
-            if values.get(arg.name) is not None:
-                _require_alignment(arg.name, values[arg.name])
+        raise InvalidArgument("a vector-accessed tensor", f"alignment {width}", f"multiples of {ALIGNMENT} bytes")
     return width
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
+from cute_kernels import launching
 from cute_kernels import layer as layer_module
-from cute_kernels import ops
 from cute_kernels.compile import cache
 from cute_kernels.compile.matrix import support_matrix
 from cute_kernels.kv_format import formats_of
@@ -221,10 +221,10 @@ def test_warm_up_names_every_kernel_a_call_can_need(ratio, family, dtype, save, 
     assert model.layer.warm_up(seen.append) == len(warmed) and seen == warmed
     assert len(set(warmed)) == len(warmed)
 
-    def on_gpu(operation: ops._Operation, a: Any) -> Any:
-        return operation.launch(a, model.target, operation.vectors, model.target.vector_bytes, {})
+    def on_gpu(operation: launching.Operation, a: Any) -> Any:
+        return operation.launch(a, model.target)
 
-    monkeypatch.setattr(ops._Operation, "run", on_gpu)
+    monkeypatch.setattr(launching.Operation, "run", on_gpu)
     monkeypatch.setattr(layer_module, "decode", lambda q, *arguments, **named: q)  # the tables stay unwritten here
     enumerated = set(warmed)
     warmed.clear()

@@ -26,7 +26,7 @@ def launched(monkeypatch):
 
 def launch(call: Any, a: dict[str, Any], target: Target) -> Any:
     operation = ops._OPERATIONS[call]
-    return operation.launch({**a, "target": target}, target, operation.vectors, target.vector_bytes, {})
+    return operation.launch({**a, "target": target}, target)
 
 
 def shifted(value: torch.Tensor, by: int) -> torch.Tensor:

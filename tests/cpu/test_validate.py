@@ -294,7 +294,7 @@ def test_wrong_arguments_behind_a_compiled_function(name, change, blamed, monkey
     monkeypatch.setattr(cache, "get", lambda spec: refusing)
     operation = ops._OPERATIONS[call]
     target = Target.named("sm100")
-    refuses(lambda: operation.launch(a, target, operation.vectors, target.vector_bytes, {}), a, blamed)
+    refuses(lambda: operation.launch(a, target), a, blamed)
 
 
 @pytest.mark.parametrize("name", list(CALLS))

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from cute_kernels import ops
+from cute_kernels import launching
 from cute_kernels.compile import loader
 from cute_kernels.compile.spec import KernelSpec
 from cute_kernels.target import Target
@@ -69,12 +69,12 @@ def emulated(target: Target | str, **changes: Any) -> Iterator[device.Settings]:
 
     def run(operation: Any, a: Any) -> Any:
         chosen = a["target"] or resolved
-        return operation.launch({**a, "target": chosen}, chosen, operation.vectors, chosen.vector_bytes, {})
+        return operation.launch({**a, "target": chosen}, chosen)
 
     before = vars(settings).copy()
     vars(settings).update(changes)
     try:
-        with loader.use_executor(executor), mock.patch.object(ops._Operation, "run", run):
+        with loader.use_executor(executor), mock.patch.object(launching.Operation, "run", run):
             yield settings
     finally:
         vars(settings).update(before)

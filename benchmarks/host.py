@@ -1,0 +1,182 @@
+"""What one eager call costs on the host, on an SM90 GPU: µs per public call, plain and bound, and what no call can go below.
+
+    python -m benchmarks.host [--out host.csv] [--only compress_store]
+
+A figure is the median over BATCHES batches of CALLS calls. The GPU is idle before each batch and a batch fits its launch queue, so that
+no call waits for a kernel. Columns: "call", the public call with every argument; "bound", the same through `bind` with the named
+arguments given on each call; "compiled", the compiled function itself with torch tensors; "prepared", the same with tensors converted
+beforehand, all but one: the checks of the compiled function and CUDA's launch, a bound on any call. The yardsticks above the table let
+figures of machines of other speeds be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import serving
+from cute_kernels import ops
+from cute_kernels.compile import loader
+from cute_kernels.compile.spec import KernelSpec
+from cute_kernels.save_policy import SavePolicy
+from cute_kernels.target import Target
+
+CALLS, BATCHES = 100, 50
+TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table.
+
+    arguments  all arguments of the call by name
+    varying    those that a bound call is given on each call
+    """
+
+    operation: str
+    name: str
+    family: str
+    arguments: dict[str, Any]
+    varying: tuple[str, ...]
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Median host time of one call."""
+    for _ in range(CALLS):
+        call()
+    times = []
+    for _ in range(BATCHES):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        times.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(times) / CALLS * 1e6
+
+
+def named(call: Callable[..., Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+    """Arguments by name."""
+    positional, keywords = inputs
+    names = call.__code__.co_varnames
+    return {**dict(zip(names, positional, strict=False)), **keywords}
+
+
+def cases() -> Iterator[Case]:
+    """The five operations on a decode step (`convert_indices`, `gather_upconvert`: on as many rows), outputs given and not."""
+    step = serving.decode(TOKENS, 0)
+    for family, kv_format in (("sm100", "fp8"), ("sm120", "fp8_ds_mla")):
+        options: dict[str, Any] = {"ratio": 4, "kv_format": kv_format, "save": SavePolicy(prefix_stride=256)}
+        a = named(ops.compress_store, serving.compress_arguments(step, **options))
+        yield Case("compress_store", f"ratio 4 {kv_format}", family, a, ("kv_score", "positions", "state_slots", "kv_slots"))
+        a = named(ops.sparse_indices, serving.index_arguments(step, k=512, family=family))
+        a["slots"] = a["positions"].clone()
+        yield Case("sparse_indices", "own tables", family, a, ("ids", "positions", "slots"))
+        yield Case("sparse_indices", "new tables", family, {**a, "out": None}, ("ids", "positions", "slots"))
+        dtype = torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16
+        a = named(ops.qkv_insert, serving.insert_arguments(step, heads=8, kv_format=kv_format, q_dtype=dtype))
+        yield Case("qkv_insert", f"{kv_format} own q", family, a, ("q", "kv", "slots", "positions"))
+        yield Case("qkv_insert", f"{kv_format} new q", family, {**a, "out": None}, ("q", "kv", "slots", "positions"))
+    a = named(ops.gather_upconvert, serving.gather_arguments(serving.prefill(TOKENS, 4), kv_format="fp8_inline"))
+    yield Case("gather_upconvert", "fp8_inline", "sm100", a, ("block_table", "workspace_starts", "seq_starts"))
+    ids = torch.randint(0, 512, (TOKENS, 512), dtype=torch.int32, device="cuda")
+    rows, table = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (TOKENS, 64))
+    a = {"ids": ids, "token_to_req": rows, "block_table": table.view(1, 64), "page_rows": 64, "return_counts": True}
+    yield Case("convert_indices", "new slots", "sm100", a, ("ids", "token_to_req"))
+    a |= {"out": torch.empty_like(ids), "counts": torch.empty_like(rows)}
+    yield Case("convert_indices", "own slots", "sm100", a, ("ids", "token_to_req"))
+
+
+class Seen:
+    """A loader's executor that keeps what the last launch was given: the compiled function and its arguments, in order."""
+
+    def __init__(self) -> None:
+        self.kernel: Callable[..., Any] | None = None
+        self.arguments: tuple[Any, ...] = ()
+
+    def executor(self, compiled: loader.CompiledObject, spec: KernelSpec) -> loader.Kernel:
+        kernel = loader.load_with_tvm_ffi(compiled, spec)
+
+        def launch(*arguments: Any) -> None:
+            self.kernel, self.arguments = kernel, arguments
+            kernel(*arguments)
+
+        return launch
+
+
+def measure(case: Case) -> dict[str, float]:
+    """The columns of one line."""
+    import tvm_ffi
+
+    call = getattr(ops, case.operation)
+    a = {**case.arguments, "target": Target.named(f"{case.family}:sm_90a")}
+    seen = Seen()
+    with loader.use_executor(seen.executor):
+        call(**a)
+    kernel, arguments = seen.kernel, seen.arguments
+    assert kernel is not None
+    first = next(i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor))  # tells TVM-FFI torch's stream
+    prepared = [tvm_ffi.from_dlpack(v) if isinstance(v, torch.Tensor) and i != first else v for i, v in enumerate(arguments)]
+    bound = ops.bind(call, **{n: v for n, v in a.items() if n not in case.varying})
+    return {
+        "call": microseconds(functools.partial(call, **a)),
+        "bound": microseconds(functools.partial(bound, **{n: a[n] for n in case.varying})),
+        "compiled": microseconds(functools.partial(kernel, *arguments)),
+        "prepared": microseconds(functools.partial(kernel, *prepared)),
+    }
+
+
+def yardsticks() -> dict[str, float]:
+    """What a call of TVM-FFI, a new tensor and torch's smallest launch cost here, in µs."""
+    import tvm_ffi
+
+    nothing = tvm_ffi.get_global_func("testing.nop")
+    three = [torch.zeros(256, 512, device="cuda") for _ in range(3)]
+    converted = [tvm_ffi.from_dlpack(t) for t in three]
+    word = torch.zeros(1, device="cuda")
+    return {
+        "TVM-FFI, nothing done, 3 torch tensors": microseconds(functools.partial(nothing, *three)),
+        "TVM-FFI, nothing done, 3 converted tensors": microseconds(functools.partial(nothing, *converted)),
+        "torch.empty": microseconds(functools.partial(torch.empty, (256, 512), dtype=torch.int32, device=word.device)),
+        "torch.add of one number, into a tensor": microseconds(functools.partial(torch.add, word, word, out=word)),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="CSV file to write")
+    parser.add_argument("--only", default="", help="operation, or part of its name")
+    chosen = parser.parse_args(arguments)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        print("benchmarks.host needs an SM90 GPU (H100, H200); it runs both families' source, built as sm_90a", file=sys.stderr)
+        return 2
+    for name, value in yardsticks().items():
+        print(f"{name:44} {value:6.2f} µs", flush=True)
+    rows = []
+    for case in cases():
+        if chosen.only not in case.operation:
+            continue
+        found = measure(case)
+        rows.append([case.operation, case.family, case.name, len(case.varying), *(f"{value:.2f}" for value in found.values())])
+        figures = "  ".join(f"{name} {value:6.2f}" for name, value in found.items())
+        print(f"{case.operation:17} {case.family} {case.name:18} {figures}  ({len(case.varying)} given to bound)", flush=True)
+    if chosen.out:
+        with chosen.out.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["operation", "family", "case", "given_to_bound", "call_us", "bound_us", "compiled_us", "prepared_us"])
+            writer.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
