@@ -194,6 +194,8 @@ def host_rows() -> Iterator[Row]:
     """Host µs of one eager call, plain and bound, of every operation on a decode step (SM90, by benchmarks.host)."""
     from benchmarks import host
 
+    for name, value in host.yardsticks().items():
+        yield Row(results.HOST, "", f"for comparison: {name}", value)
     for case in host.cases():
         found = host.measure(case)
         for kind, bar in cases.HOST_BARS.items():
