@@ -5,8 +5,8 @@
 A figure is the median over BATCHES batches of CALLS calls. The GPU is idle before each batch and a batch fits its launch queue, so that
 no call waits for a kernel. Columns: "call", the public call with every argument; "bound", the same through `bind` with the named
 arguments given on each call; "compiled", the compiled function itself with torch tensors; "prepared", the same with tensors converted
-beforehand, all but one: the checks of the compiled function and CUDA's launch, a bound on any call. The yardsticks above the table let
-figures of machines of other speeds be compared.
+beforehand, all but one: the checks of the compiled function and CUDA's launch, a bound on any call; "nothing", a function of TVM-FFI
+that takes the same torch tensors and does nothing. It and the yardsticks above the table let figures of other machines be compared.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from cute_kernels.target import Target
 
 CALLS, BATCHES = 100, 50
 TOKENS = 256
+COLUMNS = ("call", "bound", "compiled", "prepared", "nothing")
 
 
 @dataclass(frozen=True)
@@ -50,19 +51,19 @@ class Case:
     varying: tuple[str, ...]
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    """Median host time of one call."""
-    for _ in range(CALLS):
-        call()
-    times = []
-    for _ in range(BATCHES):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append(time.perf_counter() - begin)
+def microseconds(*calls: Callable[[], object]) -> list[float]:
+    """Median host time of one call of each; their batches take turns, so that a slow moment of the machine meets all of them."""
+    times: list[list[float]] = [[] for _ in calls]
+    for batch in range(-1, BATCHES):
+        for call, found in zip(calls, times, strict=True):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            if batch >= 0:  # the first warms up
+                found.append(time.perf_counter() - begin)
     torch.cuda.synchronize()
-    return statistics.median(times) / CALLS * 1e6
+    return [statistics.median(found) / CALLS * 1e6 for found in times]
 
 
 def named(call: Callable[..., Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
@@ -92,9 +93,15 @@ def cases() -> Iterator[Case]:
     ids = torch.randint(0, 512, (TOKENS, 512), dtype=torch.int32, device="cuda")
     rows, table = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (TOKENS, 64))
     a = {"ids": ids, "token_to_req": rows, "block_table": table.view(1, 64), "page_rows": 64, "return_counts": True}
+    own = {"out": torch.empty_like(ids), "counts": torch.empty_like(rows)}
+    yield Case("convert_indices", "own slots", "sm100", {**a, **own}, ("ids", "token_to_req"))
     yield Case("convert_indices", "new slots", "sm100", a, ("ids", "token_to_req"))
-    a |= {"out": torch.empty_like(ids), "counts": torch.empty_like(rows)}
-    yield Case("convert_indices", "own slots", "sm100", a, ("ids", "token_to_req"))
+
+
+def spelled(call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[], Any]:
+    """`call` with arguments written out by name, as an engine's code has them: `functools.partial` would add half a microsecond."""
+    text = f"lambda: call({', '.join(f'{name}={name}' for name in arguments)})"
+    return eval(text, {"call": call, **arguments})  # type: ignore[no-any-return]
 
 
 class Seen:
@@ -128,12 +135,14 @@ def measure(case: Case) -> dict[str, float]:
     first = next(i for i, value in enumerate(arguments) if isinstance(value, torch.Tensor))  # tells TVM-FFI torch's stream
     prepared = [tvm_ffi.from_dlpack(v) if isinstance(v, torch.Tensor) and i != first else v for i, v in enumerate(arguments)]
     bound = ops.bind(call, **{n: v for n, v in a.items() if n not in case.varying})
-    return {
-        "call": microseconds(functools.partial(call, **a)),
-        "bound": microseconds(functools.partial(bound, **{n: a[n] for n in case.varying})),
-        "compiled": microseconds(functools.partial(kernel, *arguments)),
-        "prepared": microseconds(functools.partial(kernel, *prepared)),
+    calls: dict[str, Callable[[], object]] = {
+        "call": spelled(call, a),
+        "bound": spelled(bound, {n: a[n] for n in case.varying}),
+        "compiled": functools.partial(kernel, *arguments),
+        "prepared": functools.partial(kernel, *prepared),
+        "nothing": functools.partial(tvm_ffi.get_global_func("testing.nop"), *arguments),
     }
+    return dict(zip(COLUMNS, microseconds(*(calls[name] for name in COLUMNS)), strict=True))
 
 
 def yardsticks() -> dict[str, float]:
@@ -144,12 +153,13 @@ def yardsticks() -> dict[str, float]:
     three = [torch.zeros(256, 512, device="cuda") for _ in range(3)]
     converted = [tvm_ffi.from_dlpack(t) for t in three]
     word = torch.zeros(1, device="cuda")
-    return {
-        "TVM-FFI, nothing done, 3 torch tensors": microseconds(functools.partial(nothing, *three)),
-        "TVM-FFI, nothing done, 3 converted tensors": microseconds(functools.partial(nothing, *converted)),
-        "torch.empty": microseconds(functools.partial(torch.empty, (256, 512), dtype=torch.int32, device=word.device)),
-        "torch.add of one number, into a tensor": microseconds(functools.partial(torch.add, word, word, out=word)),
+    calls: dict[str, Callable[[], object]] = {
+        "TVM-FFI, nothing done, 3 torch tensors": functools.partial(nothing, *three),
+        "TVM-FFI, nothing done, 3 converted tensors": functools.partial(nothing, *converted),
+        "torch.empty": functools.partial(torch.empty, 256, 512, dtype=torch.int32, device=word.device),
+        "torch.add of one number, into a tensor": functools.partial(torch.add, word, word, out=word),
     }
+    return dict(zip(calls, microseconds(*calls.values()), strict=True))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -173,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     if chosen.out:
         with chosen.out.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["operation", "family", "case", "given_to_bound", "call_us", "bound_us", "compiled_us", "prepared_us"])
+            writer.writerow(["operation", "family", "case", "given_to_bound", *(f"{name}_us" for name in COLUMNS)])
             writer.writerows(rows)
     return 0
 

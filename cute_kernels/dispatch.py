@@ -38,20 +38,21 @@ def resolve_target(device: torch.device, target: Target | str | None = None) -> 
         raise UnsupportedRequest(
             f"device {device}", device="this machine", supported="cpu, and cuda where torch finds a GPU", nearest="run on one of these"
         )
-    return _device_target(torch.cuda.current_device() if device.index is None else device.index, explicit)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _device_target(index, None if explicit is None else str(explicit))
 
 
 def cuda_target(tensor: torch.Tensor, target: Target | str | None) -> Target:
-    """`resolve_target` for a tensor that is on a CUDA device, remembered: for the host path of every call."""
-    try:
-        return _device_target(tensor.get_device(), target)
-    except TypeError:  # no hash: neither a Target nor a name
+    """`resolve_target` for a tensor that is known to be on a CUDA device."""
+    if isinstance(target, Target):
+        target = target.name
+    elif target is not None:
         named_target(target)
-        raise
+    return _device_target(tensor.get_device(), target)
 
 
 @functools.lru_cache(maxsize=64)
-def _device_target(index: int, target: Target | str | None) -> Target:
+def _device_target(index: int, target: str | None) -> Target:
     explicit = named_target(target)
     capability = torch.cuda.get_device_capability(index)
     if explicit is None:

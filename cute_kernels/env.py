@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import Any
 
 from cute_kernels.errors import InvalidArgument
+
+# The variables that are set now, by their encoded names: what `os.environ` itself reads and writes.
+_SET: Container[object] = getattr(os.environ, "_data", os.environ)
 
 
 @dataclass(frozen=True)
@@ -20,23 +23,25 @@ class Variable:
 
     def get(self) -> str:
         """The value now; an empty string counts as unset."""
-        # Every call of an operation asks, and `environ.get` takes ten times as long where the variable is not set.
-        known = getattr(os.environ, "_data", None)
-        if known is not None and self._encoded not in known:
-            return self.default
         return os.environ.get(self.name) or self.default
-
-    @functools.cached_property
-    def _encoded(self) -> Any:
-        """The name as `os.environ` keeps it."""
-        return os.environ.encodekey(self.name)  # type: ignore[attr-defined]
 
     def flag(self) -> bool:
         """The value as a switch: "1" or "0"."""
+        if self._encoded not in _SET:  # every call of an operation asks, and `get` takes ten times as long
+            return self._default_flag
         value = self.get()
         if value not in ("0", "1"):
             raise InvalidArgument(self.name, repr(value), "0 or 1")
         return value == "1"
+
+    @functools.cached_property
+    def _encoded(self) -> object:
+        """The name as `_SET` has it."""
+        return self.name if _SET is os.environ else os.environ.encodekey(self.name)  # type: ignore[attr-defined]
+
+    @functools.cached_property
+    def _default_flag(self) -> bool:
+        return self.default == "1"
 
     def number(self) -> float:
         """The value as a non-negative number."""

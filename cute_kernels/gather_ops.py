@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import torch_gather, validate
 from cute_kernels.compile.spec import ConvertIndicesSpec, GatherUpconvertSpec
@@ -47,7 +48,7 @@ def gather_upconvert(
     zeros; starts that decrease give some request's row or zeros, never an access outside. Nothing is read on the host.
     Source of the rules: docs/spec.md, "Dense prefill". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return torch_gather.gather_upconvert(cache, out, block_table, workspace_starts, seq_starts, kv_scale, target)
     return GATHER_UPCONVERT.run(locals())
 
@@ -88,7 +89,7 @@ def convert_indices(
     Source of the rules: docs/spec.md, "Dense prefill". Raises `InvalidArgument` (also for a request map of another length than the ids'),
     `UnsupportedRequest`, `MissingKernel`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tensors = (ids, token_to_req, block_table, workspace_starts, prefill_request_id)
         return torch_gather.convert_indices(*tensors, page_rows, block_stride_rows, pages, return_counts, out, counts, target)
     return CONVERT_INDICES.run(locals())
@@ -131,13 +132,15 @@ def _gather_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
         rows == 1 or out.stride(0) >= columns,
         a["seq_starts"] is not None,
         a["kv_scale"],
-        *(cache.dtype, cache.shape, cache.stride()),
+        cache.dtype,
+        cache.shape,
+        cache.stride(),
     )
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan_gather(
-    target: Target,
+    target: str,
     rows: bool,
     starts: bool,
     apart: bool,
@@ -154,7 +157,7 @@ def _plan_gather(
     fmt = gathered_format(cache)
     check_pages(cache, "cache")
     scale = validate.scale("kv_scale", kv_scale, fmt)
-    return Plan.of(GatherUpconvertSpec(target, kv_format=fmt.name, seq_starts=seq_starts), {"kv_scale": scale}, rows=rows)
+    return Plan.of(GatherUpconvertSpec(Target.named(target), kv_format=fmt.name, seq_starts=seq_starts), {"kv_scale": scale}, rows=rows)
 
 
 def _gather_values(a: Mapping[str, Any]) -> None:
@@ -172,6 +175,7 @@ GATHER_UPCONVERT = Operation(
     anchor="cache",
     tensors=GATHER_TENSORS,
     vectors=("out",),
+    strided=("out",),
     check=_check_gather,
     value_check=_gather_values,
     facts=_gather_facts,
@@ -233,50 +237,49 @@ def _convert_sizes(page_rows: int, block_stride_rows: int | None, pages: int | N
 
 
 def _convert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
-    rows, k = a["ids"].shape
-    out, prefill = a["out"], a["prefill_request_id"]
+    (rows, k), out = a["ids"].shape, a["out"]
     return (
         rows > 0,
-        a["token_to_req"].shape[0] == rows,
-        None if prefill is None else prefill.shape[0] == rows,
-        a["workspace_starts"] is not None,
         out is None or rows == 1 or out.stride(0) >= k,
+        a["prefill_request_id"] is not None,
+        a["workspace_starts"] is not None,
         a["counts"] is not None,
-        *(a["return_counts"], a["page_rows"], a["block_stride_rows"], a["pages"]),
+        a["return_counts"],
+        a["page_rows"],
+        a["block_stride_rows"],
+        a["pages"],
     )
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _plan_convert(
-    target: Target,
+    target: str,
     rows: bool,
-    requests: bool,
-    prefill: bool | None,
-    starts: bool,
     apart: bool,
+    prefill: bool,
+    starts: bool,
     counts: bool,
     return_counts: bool,
     page_rows: int,
     block_stride_rows: int | None,
     pages: int | None,
 ) -> Plan:
-    """requests, prefill: as many as rows of ids, prefill None without the map; apart: rows of `out` do not overlap."""
-    together = starts == (prefill is not None) and isinstance(return_counts, bool) and (return_counts or not counts)
-    if not requests or prefill is False or not apart or not together:
+    """apart: rows of `out` do not overlap. The compiled function itself ties the number of rows of all tensors."""
+    if not apart or prefill != starts or not isinstance(return_counts, bool) or (counts and not return_counts):
         raise Refused
-    spec = ConvertIndicesSpec(target, prefill=starts, compact=return_counts)
+    spec = ConvertIndicesSpec(Target.named(target), prefill=prefill, compact=return_counts)
     return Plan.of(spec, _convert_sizes(page_rows, block_stride_rows, pages), rows=rows)
 
 
 def _convert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], Any]:
     ids, out, counts = a["ids"], a["out"], a["counts"]
+    rows, k = ids.shape
     if out is None:
-        rows, k = ids.shape
         out = torch.empty_strided((rows, k), (-(-max(k, 1) // 8) * 8, 1), dtype=torch.int32, device=ids.device)
     if not a["return_counts"]:
         return {"out": out}, out
     if counts is None:
-        counts = torch.empty(ids.shape[:1], dtype=torch.int32, device=ids.device)
+        counts = torch.empty(rows, dtype=torch.int32, device=ids.device)
     return {"out": out, "counts": counts}, (out, counts)
 
 
@@ -297,10 +300,11 @@ CONVERT_INDICES = Operation(
     anchor="ids",
     tensors=CONVERT_TENSORS,
     vectors=("ids", "out"),
+    strided=("ids", "out"),
     check=_check_convert,
     value_check=_convert_values,
     facts=_convert_facts,
-    shapes=("ids", "token_to_req", "prefill_request_id"),
+    shapes=("ids",),
     layouts=("out",),
     plan=_plan_convert,
     made=("out", "counts"),

@@ -19,6 +19,7 @@ from cute_kernels.compile.spec import KernelSpec
 from cute_kernels.target import Target
 
 _NONE_PREPARED: Mapping[str, Any] = {}
+_validating = env.VALIDATE.flag
 
 
 class Refused(Exception):
@@ -30,7 +31,7 @@ class Plan:
     """What all calls of the same facts launch.
 
     target     what it is for
-    specs      the kernel by access width: 16 bytes and, where the target has it, 32; empty: there is nothing to launch
+    specs      the kernel by access width: 16 bytes and, where target and facts allow it, 32; empty: there is nothing to launch
     constants  scalar arguments of the compiled function by name
     size       of the outputs, where the operation makes them: compressed columns, padded heads
     ordered    picks the compiled function's arguments, in order, from arguments by name
@@ -43,20 +44,15 @@ class Plan:
     ordered: Callable[[Mapping[str, Any]], tuple[Any, ...]]
 
     @staticmethod
-    def of(spec: KernelSpec, constants: Mapping[str, Any], *, rows: bool, size: int = 0) -> Plan:
-        """The plan around `spec`, whose access width is a call's to choose; rows False: nothing to launch."""
-        specs = tuple(replace(spec, vector_bytes=width) for width in (16, 32) if width <= spec.target.vector_bytes)
+    def of(spec: KernelSpec, constants: Mapping[str, Any], *, rows: bool, size: int = 0, widest: int = 32) -> Plan:
+        """The plan around `spec`, whose access width is a call's to choose, up to `widest`; rows False: nothing to launch."""
+        widths = (16, 32) if min(widest, spec.target.vector_bytes) == 32 else (16,)
+        specs = tuple(replace(spec, vector_bytes=width) for width in widths)
         return Plan(spec.target, specs if rows else (), constants, size, operator.itemgetter(*spec.argument_names))
 
-    def spec(self, vectors: tuple[str, ...], arguments: Mapping[str, Any]) -> KernelSpec:
-        """The kernel for the arguments' alignment. Where there is but one the compiled function checks it."""
-        if len(self.specs) == 1:
-            return self.specs[0]
-        return self.specs[validate.vector_bytes([arguments[name] for name in vectors if name in arguments]) // 32]
 
-
-# Told of a launch: the compiled function, its plan, the outputs by the compiled function's names, and what the call returns.
-Launched = Callable[[Callable[..., Any], Plan, Mapping[str, Any], Any], None]
+# Told of a launch: the compiled function, its plan and spec, the outputs by the compiled function's names, what the call returns.
+Launched = Callable[[Callable[..., Any], Plan, KernelSpec, Mapping[str, Any], Any], None]
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,15 @@ class Operation:
     public     the call itself, whose signature names the arguments
     anchor     argument whose device decides, and through which TVM-FFI learns torch's current stream
     tensors    what each tensor argument must be
-    vectors    arguments of the compiled function whose alignment chooses the access width
+    vectors    arguments of the compiled function that are accessed by vectors: where a plan has two widths, their addresses choose;
+    strided    those of them whose strides choose too, as `facts` does not see them
     check      all checks; value_check: those that read tensors
     facts      all that planning looks at, as the arguments of `plan` after the target; the same for steps of any size
     shapes     tensors of which `facts` sees the shape at most; layouts: those of which it sees dtype and strides too. Of other
                tensors it sees whether they are None
-    plan       (target, *facts) -> Plan, remembered; makes the checks that the compiled function cannot
+    plan       (target's name, *facts) -> Plan, remembered; makes the checks that the compiled function cannot
     made       arguments that the call returns, or makes where they are None
-    outputs    (arguments, plan) -> those of them that the compiled function takes, by its names, and what the call returns
+    outputs    (arguments, plan) -> those of them that the compiled function takes, by its names, and what the call returns; None: nothing
     reference  the same call in plain PyTorch
     """
 
@@ -81,6 +78,7 @@ class Operation:
     anchor: str
     tensors: tuple[validate.Arg, ...]
     vectors: tuple[str, ...]
+    strided: tuple[str, ...]
     check: Callable[[Mapping[str, Any], Target | None], None]
     value_check: Callable[[Mapping[str, Any]], None]
     facts: Callable[[Mapping[str, Any]], tuple[Any, ...]]
@@ -88,7 +86,7 @@ class Operation:
     layouts: tuple[str, ...]
     plan: Callable[..., Plan]
     made: tuple[str, ...]
-    outputs: Callable[[Mapping[str, Any], Plan], tuple[Mapping[str, Any], Any]]
+    outputs: Callable[[Mapping[str, Any], Plan], tuple[Mapping[str, Any], Any]] | None
     reference: Callable[[Mapping[str, Any], Target | None], Any]
 
     def run(self, a: Mapping[str, Any]) -> Any:
@@ -99,7 +97,7 @@ class Operation:
         validate.on_cpu_or_cuda(self.anchor, anchor)
         target = dispatch.named_target(a["target"]) if plain else dispatch.resolve_target(anchor.device, a["target"])
         self.check(a, target)
-        if env.VALIDATE.flag():
+        if _validating():
             self.value_check(a)
         return self.reference(a, target)
 
@@ -107,14 +105,14 @@ class Operation:
         self, a: Mapping[str, Any], target: Target, prepared: Mapping[str, Any] = _NONE_PREPARED, launched: Launched | None = None
     ) -> Any:
         """Runs the kernel; `prepared` overrides arguments by their TVM-FFI tensors, `launched` is told what was launched."""
-        if env.VALIDATE.flag():
+        if _validating():
             self.check(a, target)
             self.value_check(a)
         try:
-            plan = self.plan(target, *self.facts(a))
-            outputs, result = self.outputs(a, plan)
+            plan = self.plan(target.name, *self.facts(a))
+            outputs, result = self.outputs(a, plan) if self.outputs else ({}, None)
             arguments = {**a, **plan.constants, **outputs}
-            spec = plan.spec(self.vectors, arguments) if plan.specs else None
+            spec = self._spec(plan, arguments)
         except Exception:
             if (regular := self._regular(a, target)) is None:
                 raise
@@ -130,8 +128,15 @@ class Operation:
                 raise
             return self.launch(regular, target, prepared)
         if launched is not None:
-            launched(kernel, plan, outputs, result)
+            launched(kernel, plan, spec, outputs, result)
         return result
+
+    def _spec(self, plan: Plan, arguments: Mapping[str, Any]) -> KernelSpec | None:
+        """The kernel for the arguments' alignment. Where there is but one the compiled function checks it."""
+        if len(plan.specs) < 2:
+            return plan.specs[0] if plan.specs else None
+        addresses, strided = ([arguments[n] for n in names if n in arguments] for names in (self.vectors, self.strided))
+        return plan.specs[validate.vector_bytes(addresses, strided) // 32]
 
     def _regular(self, a: Mapping[str, Any], target: Target) -> Mapping[str, Any] | None:
         """After a refusal: the typed error of the argument at fault, else `a` with regular strides for empty tables, if it has others."""

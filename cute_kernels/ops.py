@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from cute_kernels import dispatch, torch_ops, validate, value_checks
 from cute_kernels.binding import Bound
@@ -73,7 +74,7 @@ def compress_store(
     Rows past the end of positions, token_to_req or kv_slots are padding too. Source of the mathematics: docs/spec.md,
     "Compressor". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel` (frozen or capturing, and not warmed up).
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tensors = (kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache)
         return torch_ops.compress_store(*tensors, ratio, eps, kv_scale, save, seq_lens, target)
     _COMPRESS_STORE.run(locals())
@@ -118,7 +119,7 @@ def sparse_indices(
     pool is dropped. Rows past the end of token_to_req or slots are padding: all -1, length 128 or 0.
     Source of the rules: docs/spec.md, "Index tables". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tensors = (positions, token_to_req, window_block_table, ids, compressed_block_table)
         return torch_ops.sparse_indices(*tensors, window, compressed, source, ratio, width, slots, num_rows, out, target)
     return _SPARSE_INDICES.run(locals())
@@ -163,7 +164,7 @@ def qkv_insert(
     Returns q_out [N, padded_heads, 512]; a row whose position has no row in `cos_sin` has q zero and stores nothing. Source of the
     mathematics: docs/spec.md, "Insert". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         tensors = (q, kv, kv_cache, slots, positions, cos_sin)
         return torch_ops.qkv_insert(*tensors, eps, padded_heads, apply_q_norm, q_scale, kv_scale, q_dtype, out, backend, target)
     return _QKV_INSERT.run(locals())
@@ -214,7 +215,7 @@ def decode(
     Returns out[:T, :num_heads], a view. Source of the mathematics: docs/spec.md, "Attention". Raises `InvalidArgument`,
     `UnsupportedRequest`.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         scales = (sm_scale, q_scale, kv_scale)
         memory = (out, workspace, counters, rope_cos_sin)
         return torch_ops.decode(q, swa_cache, kv_cache, step, indices, num_heads, sinks, *scales, *memory, backend, target)
@@ -239,14 +240,21 @@ def _compress_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
         None if score is None else score.shape[0] >= rows,
         a["ape"] is not None,
         None if seq_lens is None else seq_lens.shape[0] == requests,
-        *(a["ratio"], a["eps"], a["kv_scale"], a["save"]),
-        *(cache.dtype, cache.shape, cache.stride(), state.shape, state.stride()),
+        a["ratio"],
+        a["eps"],
+        a["kv_scale"],
+        a["save"],
+        cache.dtype,
+        cache.shape,
+        cache.stride(),
+        state.shape,
+        state.stride(),
     )
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan_compress_store(
-    target: Target,
+    target: str,
     rows: bool,
     columns: bool,
     scores: bool | None,
@@ -273,12 +281,13 @@ def _plan_compress_store(
         raise Refused
     validate.check(validate.STATE, {"state": state}, {}, state.device)
     fmt = format_of(cache)
-    dispatch.require_format(fmt, target)
+    dispatch.require_format(fmt, Target.named(target))
     PoolGeometry.of(cache)
     kind = "none" if scores is None else "every_row" if save.every_row else "policy"
-    spec = CompressStoreSpec(target, ratio=ratio, kv_format=fmt.name, scores=scores is not None, save=kind)
+    spec = CompressStoreSpec(Target.named(target), ratio=ratio, kv_format=fmt.name, scores=scores is not None, save=kind)
     numbers = {"eps": float(eps), "inverse_kv_scale": inverse_scale(kv_scale)}
-    return Plan.of(spec, {**numbers, "rollback": save.rollback, "prefix_stride": save.prefix_stride}, rows=rows)
+    numbers |= {"rollback": save.rollback, "prefix_stride": save.prefix_stride}
+    return Plan.of(spec, numbers, rows=rows, widest=min(validate.alignment(cache), validate.alignment(state)))
 
 
 def _check_sparse_indices(a: Mapping[str, Any], target: Target | None) -> None:
@@ -286,24 +295,23 @@ def _check_sparse_indices(a: Mapping[str, Any], target: Target | None) -> None:
 
 
 def _index_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
-    ids = a["ids"]
+    ids, num_rows, tokens = a["ids"], a["num_rows"], a["positions"].shape[0]
     return (
-        _index_rows(a) > 0,
+        (tokens if num_rows is None else validate.integer("num_rows", num_rows, tokens)) > 0,
         None if ids is None else ids.shape[1],
         a["compressed_block_table"] is not None,
         a["slots"] is not None,
-        *(a["source"], a["ratio"], a["width"], a["window"], a["compressed"]),
+        a["source"],
+        a["ratio"],
+        a["width"],
+        a["window"],
+        a["compressed"],
     )
-
-
-def _index_rows(a: Mapping[str, Any]) -> int:
-    tokens = a["positions"].shape[0]
-    return tokens if a["num_rows"] is None else validate.integer("num_rows", a["num_rows"], tokens)
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan_sparse_indices(
-    target: Target,
+    target: str,
     rows: bool,
     k: int | None,
     compressed_block_table: bool,
@@ -321,13 +329,13 @@ def _plan_sparse_indices(
     sizes = {"window_pages": window.pages, "window_page_rows": window.page_rows, "window_span": window.span, "ratio": ratio}
     if compressed is not None:
         sizes |= {"compressed_pages": compressed.pages, "compressed_page_rows": compressed.page_rows, "compressed_span": compressed.span}
-    spec = SparseIndicesSpec(target, source=source.value, slots=slots)
-    return Plan.of(spec, sizes, rows=rows, size=validate.sparse_indices_width(a))
+    spec, columns = SparseIndicesSpec(Target.named(target), source=source.value, slots=slots), validate.sparse_indices_width(a)
+    return Plan.of(spec, sizes, rows=rows, size=columns, widest=32 if columns % 8 == 0 else 16)
 
 
 def _index_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], Indices]:
-    out, rows, width = a["out"], _index_rows(a), plan.size
-    combined = dispatch.combined_form(plan.target)
+    out, width, combined = a["out"], plan.size, plan.target.family == "sm100"
+    rows = a["positions"].shape[0] if a["num_rows"] is None else a["num_rows"]
     if out is None:
         out = new_tables(rows, width, combined, a["positions"].device)
     elif not _has_shape(out, combined, rows, width):  # no symbol of the compiled function ties them to other arguments
@@ -343,7 +351,7 @@ def new_tables(rows: int, width: int, combined: bool, device: torch.device) -> I
     """Unfilled index tables of `rows` rows and `width` compressed columns, in a family's form."""
 
     def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+        return torch.empty(*shape, dtype=torch.int32, device=device)  # a shape in a tuple takes twice as long
 
     if combined:
         return CombinedIndices(empty(rows, WINDOW + width), empty(rows))
@@ -373,15 +381,25 @@ def _insert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
     rows, heads, _ = a["q"].shape
     cache = a["kv_cache"]
     return (
-        *(rows > 0, heads, a["cos_sin"].shape[0] > 0),
-        *(a["padded_heads"], a["eps"], a["q_scale"], a["kv_scale"], a["q_dtype"], a["apply_q_norm"], a["backend"]),
-        *(cache.dtype, cache.shape, cache.stride()),
+        rows > 0,
+        heads,
+        a["cos_sin"].shape[0] > 0,
+        a["padded_heads"],
+        a["eps"],
+        a["q_scale"],
+        a["kv_scale"],
+        a["q_dtype"],
+        a["apply_q_norm"],
+        a["backend"],
+        cache.dtype,
+        cache.shape,
+        cache.stride(),
     )
 
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def _plan_qkv_insert(
-    target: Target,
+    target: str,
     rows: bool,
     heads: int,
     positions: bool,
@@ -403,20 +421,22 @@ def _plan_qkv_insert(
     scalars = {"eps": eps, "q_scale": q_scale, "kv_scale": kv_scale, "q_dtype": q_dtype, "apply_q_norm": apply_q_norm, "backend": backend}
     validate.qkv_insert_scalars({**scalars, "kv_cache": cache, "cos_sin": table})
     fmt = format_of(cache)
-    dispatch.require_format(fmt, target)
+    dispatch.require_format(fmt, Target.named(target))
     PoolGeometry.of(cache)
     name = "bf16" if q_dtype is torch.bfloat16 else "e4m3"
-    spec = QkvInsertSpec(target, kv_format=fmt.name, q_dtype=name, apply_q_norm=apply_q_norm)
+    spec = QkvInsertSpec(Target.named(target), kv_format=fmt.name, q_dtype=name, apply_q_norm=apply_q_norm)
     numbers = {"eps": float(eps), "inverse_q_scale": inverse_scale(q_scale), "inverse_kv_scale": inverse_scale(kv_scale)}
-    return Plan.of(spec, numbers, rows=rows, size=validate.insert_heads(heads, padded_heads))
+    return Plan.of(spec, numbers, rows=rows, size=validate.insert_heads(heads, padded_heads), widest=validate.alignment(cache))
 
 
 def _insert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], torch.Tensor]:
     q, out = a["q"], a["out"]
-    shape = (q.shape[0], plan.size, HEAD_DIM)
+    rows = q.shape[0]
     if out is None:
-        out = torch.empty(shape, dtype=a["q_dtype"], device=q.device)
-    elif out.shape != shape or not out.is_contiguous():  # no symbol of the compiled function ties its extents to other arguments
+        out = torch.empty(rows, plan.size, HEAD_DIM, dtype=a["q_dtype"], device=q.device)
+    elif (
+        out.shape != (rows, plan.size, HEAD_DIM) or not out.is_contiguous()
+    ):  # no symbol of the compiled function ties its extents to other arguments
         validate.qkv_insert(a)
     return {"out": out}, out
 
@@ -426,6 +446,7 @@ _COMPRESS_STORE = Operation(
     anchor="state_slots",
     tensors=validate.COMPRESS_STORE,
     vectors=("kv_score", "ape", "state", "norm_weight", "kv_cache"),
+    strided=("kv_score",),
     check=_check_compress_store,
     value_check=value_checks.compress_store,
     facts=_compress_facts,
@@ -433,7 +454,7 @@ _COMPRESS_STORE = Operation(
     layouts=("kv_cache", "state"),
     plan=_plan_compress_store,
     made=(),
-    outputs=lambda a, plan: ({}, None),
+    outputs=None,
     reference=lambda a, target: reference_call("compress_store", a),
 )
 _SPARSE_INDICES = Operation(
@@ -441,6 +462,7 @@ _SPARSE_INDICES = Operation(
     anchor="positions",
     tensors=validate.SPARSE_INDICES,
     vectors=("ids", "table", "window_table", "compressed_table"),
+    strided=("ids",),
     check=_check_sparse_indices,
     value_check=value_checks.sparse_indices,
     facts=_index_facts,
@@ -456,6 +478,7 @@ _QKV_INSERT = Operation(
     anchor="q",
     tensors=validate.QKV_INSERT + validate.QKV_INSERT_OUT,
     vectors=("q", "kv", "kv_cache", "cos_sin", "out"),
+    strided=("q", "kv"),
     check=_check_qkv_insert,
     value_check=value_checks.qkv_insert,
     facts=_insert_facts,
@@ -472,7 +495,7 @@ _OPERATIONS = {op.public: op for op in (GATHER_UPCONVERT, CONVERT_INDICES, _COMP
 # Prepared arguments ----------------------------------------------------------------------------------------------------
 
 
-def bind(call: Callable[..., Any], **kept: Any) -> Bound:
+def bind(call: Callable[..., Any], **kept: Any) -> Callable[..., Any]:
     """`call` (any public call with tensors) with the arguments that stay between calls prepared once.
 
     Weights, tables, caches and step buffers that keep their address are checked and converted here; the result takes the
@@ -481,4 +504,4 @@ def bind(call: Callable[..., Any], **kept: Any) -> Bound:
     known = (compress_store, sparse_indices, qkv_insert, gather_upconvert, convert_indices, decode)
     if call not in known:
         raise InvalidArgument("call", getattr(call, "__name__", repr(call)), "one of " + ", ".join(k.__name__ for k in known))
-    return Bound(call, _OPERATIONS.get(call), kept)
+    return Bound(call, _OPERATIONS.get(call), kept).call  # a method: calling an object takes longer

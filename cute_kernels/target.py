@@ -5,6 +5,7 @@ A target is resolved once, from a tensor's device or from a name, and handed dow
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -125,6 +126,11 @@ class Target:
     def shared_bytes(self) -> int:
         """Shared memory one block of this family may use, in bytes."""
         return _SHARED_BYTES[self.family]
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The target as `named` takes it. What is remembered for a target is found by it: a string keeps its hash."""
+        return str(self)
 
     def __str__(self) -> str:
         return f"{self.family}:{self.gpu_arch}"

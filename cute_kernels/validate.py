@@ -225,10 +225,13 @@ def alignment(value: torch.Tensor) -> int:
     return bits & -bits
 
 
-def vector_bytes(values: Iterable[torch.Tensor | None]) -> int:
-    """The access width, 16 or 32 bytes, that all vector-accessed tensors of a call allow; None: an argument that is not given."""
+def vector_bytes(addresses: Iterable[torch.Tensor | None], strided: Iterable[torch.Tensor | None] = ()) -> int:
+    """The access width, 16 or 32 bytes, that the addresses of some tensors and the strides of others allow; None: not given."""
     bits = 32
-    for value in values:
+    for value in addresses:
+        if value is not None:
+            bits |= value.data_ptr()
+    for value in strided:
         if value is not None:
             bits |= _address_bits(value)
     width = bits & -bits

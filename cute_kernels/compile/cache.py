@@ -37,7 +37,7 @@ class Stats:
 
 
 stats = Stats()
-_memory: dict[tuple[KernelSpec, loader.Executor], Kernel] = {}
+_memory: dict[tuple[str, loader.Executor], Kernel] = {}
 _warned: set[Path] = set()
 
 
@@ -59,10 +59,10 @@ def get(spec: KernelSpec) -> Kernel:
     `CompileError` where it cannot be compiled.
     """
     executor = loader.executor()
-    kernel = _memory.get((spec, executor))
+    kernel = _memory.get((spec.identity, executor))
     if kernel is None:
         kernel = _load(spec, executor)
-        _memory[spec, executor] = kernel
+        _memory[spec.identity, executor] = kernel
     return kernel
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -55,6 +56,11 @@ class KernelSpec(abc.ABC):
         """The specialisation as plain JSON data: what the key hashes and the manifest shows."""
         row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "target"}
         return {"operation": self.operation, "family": self.target.family, "gpu_arch": self.target.gpu_arch, **row}
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """`canonical()`, made once. What is remembered for a spec is found by it: a string keeps its hash."""
+        return self.canonical()
 
     def canonical(self) -> str:
         """`fields()` as canonical JSON, the same in every process."""

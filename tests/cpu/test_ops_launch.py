@@ -219,7 +219,7 @@ def test_prepared_arguments_reach_the_compiled_function(launched, monkeypatch):
     kept = {n: v for n, v in a.items() if n not in ("kv_score", "target")}
     bound = ck.bind(ck.compress_store, **kept, target=target)
     operation = ops._OPERATIONS[ck.compress_store]
-    bound._prepare(operation, {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound.__self__._prepare(operation, {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
     for by, width in ((0, 32), (16, 16)):
         kv_score = shifted(a["kv_score"], by)
         bound(kv_score=kv_score)
@@ -239,7 +239,7 @@ def test_a_bound_insert_keeps_cache_and_table(launched):
     a = insert_arguments(target=target)
     kept = {n: a.pop(n) for n in ("kv_cache", "cos_sin", "out", "eps", "padded_heads", "q_scale", "kv_scale", "q_dtype", "target")}
     bound = ck.bind(ck.qkv_insert, **kept)
-    bound._prepare(ops._OPERATIONS[ck.qkv_insert], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound.__self__._prepare(ops._OPERATIONS[ck.qkv_insert], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
     assert bound(**a) is kept["out"]
     spec, arguments = launched.pop()
     given = dict(zip(spec.argument_names, arguments, strict=True))
@@ -267,3 +267,36 @@ def test_bind_refuses():
         bound(**a, colour=3)
     with pytest.raises(ck.InvalidArgument, match="devices"):
         ck.bind(ck.compress_store, ape=a["ape"], state=a["state"].to("meta"))
+
+
+def test_a_bound_call_finds_the_width_of_what_varies(monkeypatch):
+    """Addresses choose among the kernels remembered; strides that one of them refuses make room for the narrower one."""
+    refused, seen = [], []
+
+    def get(spec: Any) -> Any:
+        def kernel(*arguments: Any) -> None:
+            score = arguments[spec.argument_names.index("kv_score")]
+            if score.data_ptr() % spec.vector_bytes or score.stride(0) * 4 % spec.vector_bytes:
+                refused.append(spec.vector_bytes)
+                raise ValueError("Misaligned")
+            seen.append(spec.vector_bytes)
+
+        return kernel
+
+    monkeypatch.setattr(cache, "get", get)
+    target = Target.named("sm_100a")
+    a = aligned_compress_arguments(target=target)
+    kept = {n: v for n, v in a.items() if n != "kv_score"}
+    bound = ck.bind(ck.compress_store, **kept)
+    bound.__self__._prepare(ops._OPERATIONS[ck.compress_store], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    padded = shifted(torch.zeros(7, 2052), 0)[:, :2048]
+    for by, width in ((0, 32), (16, 16), (0, 32), (16, 16)):
+        bound(kv_score=shifted(a["kv_score"], by))
+        assert seen.pop() == width and not refused
+    for refusals in ([32], [], []):
+        bound(kv_score=padded)
+        assert seen.pop() == 16 and refused == refusals
+        refused.clear()
+    with pytest.raises(ck.InvalidArgument, match="kv_score: got address"):
+        bound(kv_score=shifted(a["kv_score"], 8))
+    assert not seen

@@ -56,11 +56,11 @@ def nowhere(monkeypatch):
         yield launched
 
 
-def bind(call: Any, kept: dict[str, Any]) -> Bound:
+def bind(call: Any, kept: dict[str, Any]) -> Any:
     """`ops.bind`, with host memory as the device's."""
-    bound = ck.bind(call, **kept)
+    bound = Bound(call, ops._OPERATIONS[call], kept)
     bound._prepare(ops._OPERATIONS[call], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
-    return bound
+    return bound.call
 
 
 @pytest.mark.parametrize(("name", "change", "blamed"), CASES)
@@ -82,3 +82,67 @@ def test_a_right_call_promises_nothing_about_the_next_one(name, change, blamed, 
         assert len(nowhere) == before + 1
         right()
         assert len(nowhere) == before + 2
+
+
+int32 = {"dtype": torch.int32}
+NARROW = ck.CombinedIndices(torch.zeros(7, 132, **int32), torch.zeros(7, **int32))
+# Calls of other extents, each right or wrong by itself, that must not pass for the call before them.
+LATER: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
+    # operation, the earlier call, what is different in the later one, the argument that is wrong then
+    ("sparse_indices", {"num_rows": None, "out": None}, dict.fromkeys(("positions", "token_to_req", "slots", "ids"), 5), None),
+    ("sparse_indices", {"width": None, "out": None}, {"ids": torch.full((6, 12), -1, **int32)}, None),
+    ("sparse_indices", {"width": None, "out": NARROW}, {"ids": torch.full((6, 12), -1, **int32)}, "out.table"),
+    ("sparse_indices", {"out": None}, {"num_rows": 9}, None),
+    ("sparse_indices", {"out": None}, {"slots": None}, None),
+    ("qkv_insert", {"out": None}, dict.fromkeys(("q", "kv", "slots", "positions"), 4), None),
+    ("qkv_insert", {"out": None, "padded_heads": None}, {"q": torch.zeros(6, 7, 512).bfloat16()}, None),
+    ("qkv_insert", {}, dict.fromkeys(("q", "kv", "positions"), 4), "out"),
+    ("qkv_insert", {}, {"cos_sin": torch.zeros(0, 64)}, "cos_sin"),
+    ("qkv_insert", {}, {"kv_scale": 1.0}, None),
+    ("gather_upconvert", {}, {"block_table": 1, "seq_starts": 1}, "workspace_starts"),
+    ("gather_upconvert", {}, {"seq_starts": None}, None),
+    ("convert_indices", {"out": None, "counts": None}, dict.fromkeys(("ids", "token_to_req", "prefill_request_id"), 4), None),
+    ("convert_indices", {"out": None, "counts": None}, {"prefill_request_id": None, "workspace_starts": None}, None),
+    ("convert_indices", {"counts": None}, {"return_counts": False}, None),
+    ("convert_indices", {}, {"token_to_req": 4}, "token_to_req"),
+    ("compress_store", {}, dict.fromkeys(("state_slots", "positions", "kv_slots"), 4), None),
+    ("compress_store", {}, {"kv_score": None, "ape": None}, None),
+    ("compress_store", {}, {"kv_score": 3}, "kv_score"),
+    ("compress_store", {}, {"save": ck.SavePolicy.EVERY_ROW}, None),
+]
+
+
+@pytest.mark.parametrize(("name", "earlier", "change", "blamed"), LATER, ids=[f"{x[0]}-{'-'.join(x[2])}-{i}" for i, x in enumerate(LATER)])
+def test_a_bound_call_launches_what_the_plain_call_launches(name, earlier, change, blamed, nowhere, monkeypatch):
+    """Kernel, arguments and result of a bound call that follows another one are those of the plain call; so is its error."""
+    call, make, _ = CALLS[name]
+    good = {**make(**earlier), "target": Target.named("sm_100a")}
+    later = {n: good[n][:new].clone() if type(new) is int and isinstance(good[n], torch.Tensor) else new for n, new in change.items()}
+    bound = bind(call, {n: v for n, v in good.items() if n not in change})
+    seen: list[Any] = []
+    plain = device.EmulatedKernel.__call__
+
+    def recorded(self: device.EmulatedKernel, *arguments: Any) -> None:
+        seen.append((self.name, [a.data_ptr() if isinstance(a, torch.Tensor) and a.numel() else a for a in arguments]))
+        plain(self, *arguments)
+
+    monkeypatch.setattr(device.EmulatedKernel, "__call__", recorded)
+
+    def outcome(run: Any) -> Any:
+        seen.clear()
+        try:
+            result = run()
+        except ck.InvalidArgument as error:
+            return "refused", error.argument
+        tensors = list(vars(result).values()) if isinstance(result, ck.CombinedIndices) else result
+        tensors = [] if tensors is None else [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        made = [t.data_ptr() for t in tensors]
+        kernel, arguments = seen[-1]
+        return kernel, [None if a in made else a for a in arguments], [(t.shape, t.stride(), t.dtype) for t in tensors]
+
+    varying = {n: good[n] for n in change}
+    for _ in range(2):
+        for given in (varying, later, varying):
+            want = outcome(lambda given=given: call(**{**good, **given}))
+            assert outcome(lambda given=given: bound(**given)) == want
+            assert want == ("refused", blamed) if given is later and blamed else want[0] != "refused"
