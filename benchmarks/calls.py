@@ -45,7 +45,7 @@ class Call:
         """The tensors it writes, by name."""
         found: dict[str, torch.Tensor] = {}
         for name in WRITTEN[self.operation]:
-            value = self.arguments[name]
+            value = self.arguments.get(name)
             if isinstance(value, CombinedIndices | SegmentIndices):
                 found |= {f"{name}.{field}": tensor for field, tensor in vars(value).items() if tensor is not None}
             elif value is not None:

@@ -78,10 +78,13 @@ def specs(target: Target, operations: set[str]) -> list[KernelSpec]:
 
 def compile_ahead(chosen: Sequence[Case], on: dict[str, Target], jobs: int) -> None:
     """Compiles in parallel processes what neither a pack nor the disk cache has."""
-    from cute_kernels.compile import aot, packs
+    from cute_kernels.compile import aot, cache, packs, store
 
+    disk = store.Store(store.default_root())
     operations = {part[0] for case in chosen for part in case.parts}
-    missing = [s for target in on.values() for s in specs(target, operations) if packs.find(s)[0] is None]
+    missing = [
+        s for target in on.values() for s in specs(target, operations) if packs.find(s)[0] is None and disk.read(cache.key(s)) is None
+    ]
     if missing:
         with tempfile.TemporaryDirectory() as scratch:
             aot.compile_objects(missing, Path(scratch), workers=min(jobs, len(missing)))
@@ -148,7 +151,7 @@ def run_case(
         "bytes": size,
         "terabytes_per_second": rate / 1e12,
         "percent_of_limit": rate / limit * 100,
-        "checked": f"{len(sets)} sets equal" if not differ else f"{len(sets)} sets, {differ:.2%} of values one step off",
+        "checked": f"{len(sets)} sets equal" if not differ else f"{len(sets)} sets, {differ:.2g} of the values one step off",
     }
     if peer is not None:
         row |= _run_peer(case, sets, peer, timer, time_)
@@ -297,8 +300,9 @@ def main(arguments: list[str] | None = None, prog_name: str = "python -m benchma
         begun = time.perf_counter()
         try:
             row = run_case(case, on[case.family], limit, cold_bytes=cold, peer=peer)
-        except (Mismatch, CuteKernelsError, RuntimeError) as error:
+        except Exception as error:  # the other cases are worth having
             failed += 1
+            traceback.print_exc()
             row = Row(case.operation, case.family, case.name, checked=f"FAILED: {type(error).__name__}: {error}".splitlines()[0])
         rows.append(row)
         print(f"{_line(row)}  [{time.perf_counter() - begun:.1f} s]", flush=True)

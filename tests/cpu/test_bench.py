@@ -66,6 +66,7 @@ def small_cases() -> list[Case]:
         small("gather_upconvert", cases.gather_part("fp8_inline")),
         small("gather_upconvert", cases.gather_part("fp8_ds_mla"), "sm120"),
         small("convert_indices", cases.convert_part(True)),
+        small("convert_indices", cases.convert_part(False), "sm120"),
     ]
 
 
@@ -112,6 +113,30 @@ def test_an_sm90_runs_both_families_and_a_blackwell_its_own(monkeypatch: pytest.
         found = kernels.targets()
         assert {str(t) for t in found.values()} == wanted
         assert all(t.family == family for family, t in found.items())
+
+
+def test_a_failing_case_costs_no_other_and_fails_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run_case(case: Case, *arguments: Any, **options: Any) -> Row:
+        if "k=1024" in case.name:
+            raise Mismatch("before the timing: sparse_indices: out.table: 3 of 12 bytes differ")
+        return Row(case.operation, case.family, case.name, 10.0, 10.0, 1000, 0.1, 2.0, checked="8 sets equal")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"L2_cache_size": 1 << 20}))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(kernels, "targets", lambda: {"sm100": Target.named("sm_100a")})
+    monkeypatch.setattr(kernels, "compile_ahead", lambda *_: None)
+    monkeypatch.setattr(kernels, "run_case", run_case)
+    monkeypatch.setattr(harness, "bandwidth_limit", lambda: LIMIT)
+    monkeypatch.setattr(harness, "empty_node", lambda: 1.0)
+    out = tmp_path / "bench.csv"
+    assert kernels.main(["--only", "sparse_indices .*decode 256", "--out", str(out)]) == 1
+    rows = [row for row in results.read(out) if row.operation != results.MACHINE]
+    assert [(row.case, bool(row.microseconds)) for row in rows] == [("decode 256 k=512", True), ("decode 256 k=1024", False)]
+    assert rows[1].checked.startswith("FAILED: Mismatch: before the timing")
+    assert kernels.main(["--only", "decode 256 k=512", "--out", str(out)]) == 0
+    assert (tmp_path / "roofline.svg").exists()
 
 
 # Cases and bytes -------------------------------------------------------------------------------------------------------
