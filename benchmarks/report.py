@@ -2,8 +2,8 @@
 
     python -m benchmarks.report [RESULTS.csv] [--prediction docs/prediction.csv] [--draft]      default: the newest record
 
-`make docs` writes the same page. Every case above its bar, or slower than the peer, needs a line in `causes.csv` beside the results (columns pattern, cause;
-pattern is a regular expression over "operation family case"); without it the page is refused, but for --draft.
+`make docs` writes the same page. Every case above its bar, or slower than the peer, needs a line in `causes.csv` beside the results
+(columns pattern, cause; pattern is a regular expression over "operation family case"); without it the page is refused, but for --draft.
 """
 
 from __future__ import annotations
