@@ -2,11 +2,12 @@
 
     python -m benchmarks.host [--out host.csv] [--only compress_store]
 
-A figure is the median over BATCHES batches of CALLS calls. The GPU is idle before each batch and a batch fits its launch queue, so that
-no call waits for a kernel. Columns: "call", the public call with every argument; "bound", the same through `bind` with the named
-arguments given on each call; "compiled", the compiled function itself with torch tensors; "prepared", the same with tensors converted
-beforehand, all but one: the checks of the compiled function and CUDA's launch, a bound on any call; "nothing", a function of TVM-FFI
-that takes the same torch tensors and does nothing. It and the yardsticks above the table let figures of other machines be compared.
+A figure is the median of BATCHES batches of CALLS calls in the quietest of ROUNDS rounds, which go over all cases: whatever else the
+machine does can only add to it. The GPU is idle before each batch and a batch fits its launch queue, so that no call waits for a kernel.
+Columns: "call", the public call with every argument; "bound", the same through `bind` with the named arguments given on each call;
+"compiled", the compiled function itself with torch tensors; "prepared", the same with tensors converted beforehand, all but one: the
+checks of the compiled function and CUDA's launch, a bound on any call; "nothing", a function of TVM-FFI that takes the same torch
+tensors and does nothing. It and the yardsticks above the table let figures of other machines be compared.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from cute_kernels.compile.spec import KernelSpec
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target
 
-CALLS, BATCHES = 100, 50
+CALLS, BATCHES, ROUNDS = 100, 10, 8
 TOKENS = 256
 COLUMNS = ("call", "bound", "compiled", "prepared", "nothing")
 
@@ -52,7 +53,7 @@ class Case:
 
 
 def microseconds(*calls: Callable[[], object]) -> list[float]:
-    """Median host time of one call of each; their batches take turns, so that a slow moment of the machine meets all of them."""
+    """Median host time of one call of each in this round; their batches take turns, so that a slow moment meets all of them."""
     times: list[list[float]] = [[] for _ in calls]
     for batch in range(-1, BATCHES):
         for call, found in zip(calls, times, strict=True):
@@ -121,8 +122,8 @@ class Seen:
         return launch
 
 
-def measure(case: Case) -> dict[str, float]:
-    """The columns of one line."""
+def calls_of(case: Case) -> list[Callable[[], object]]:
+    """What the columns of one line time."""
     import tvm_ffi
 
     call = getattr(ops, case.operation)
@@ -142,24 +143,23 @@ def measure(case: Case) -> dict[str, float]:
         "prepared": functools.partial(kernel, *prepared),
         "nothing": functools.partial(tvm_ffi.get_global_func("testing.nop"), *arguments),
     }
-    return dict(zip(COLUMNS, microseconds(*(calls[name] for name in COLUMNS)), strict=True))
+    return [calls[name] for name in COLUMNS]
 
 
-def yardsticks() -> dict[str, float]:
-    """What a call of TVM-FFI, a new tensor and torch's smallest launch cost here, in µs."""
+def yardsticks() -> dict[str, Callable[[], object]]:
+    """A call of TVM-FFI, a new tensor, torch's smallest launch."""
     import tvm_ffi
 
     nothing = tvm_ffi.get_global_func("testing.nop")
     three = [torch.zeros(256, 512, device="cuda") for _ in range(3)]
     converted = [tvm_ffi.from_dlpack(t) for t in three]
     word = torch.zeros(1, device="cuda")
-    calls: dict[str, Callable[[], object]] = {
+    return {
         "TVM-FFI, nothing done, 3 torch tensors": functools.partial(nothing, *three),
         "TVM-FFI, nothing done, 3 converted tensors": functools.partial(nothing, *converted),
         "torch.empty": functools.partial(torch.empty, 256, 512, dtype=torch.int32, device=word.device),
         "torch.add of one number, into a tensor": functools.partial(torch.add, word, word, out=word),
     }
-    return dict(zip(calls, microseconds(*calls.values()), strict=True))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -170,16 +170,18 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("benchmarks.host needs an SM90 GPU (H100, H200); it runs both families' source, built as sm_90a", file=sys.stderr)
         return 2
-    for name, value in yardsticks().items():
-        print(f"{name:44} {value:6.2f} µs", flush=True)
+    yards = yardsticks()
+    chosen_cases = [case for case in cases() if chosen.only in case.operation]
+    lines = [list(yards.values()), *(calls_of(case) for case in chosen_cases)]
+    rounds = [[microseconds(*calls) for calls in lines] for _ in range(ROUNDS)]
+    best = [[min(figures) for figures in zip(*line, strict=True)] for line in zip(*rounds, strict=True)]
+    for name, value in zip(yards, best[0], strict=True):
+        print(f"{name:44} {value:6.2f} µs")
     rows = []
-    for case in cases():
-        if chosen.only not in case.operation:
-            continue
-        found = measure(case)
-        rows.append([case.operation, case.family, case.name, len(case.varying), *(f"{value:.2f}" for value in found.values())])
-        figures = "  ".join(f"{name} {value:6.2f}" for name, value in found.items())
-        print(f"{case.operation:17} {case.family} {case.name:18} {figures}  ({len(case.varying)} given to bound)", flush=True)
+    for case, found in zip(chosen_cases, best[1:], strict=True):
+        rows.append([case.operation, case.family, case.name, len(case.varying), *(f"{value:.2f}" for value in found)])
+        figures = "  ".join(f"{name} {value:6.2f}" for name, value in zip(COLUMNS, found, strict=True))
+        print(f"{case.operation:17} {case.family} {case.name:18} {figures}  ({len(case.varying)} given to bound)")
     if chosen.out:
         with chosen.out.open("w", newline="") as file:
             writer = csv.writer(file)

@@ -275,11 +275,11 @@ def _convert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any
     ids, out, counts = a["ids"], a["out"], a["counts"]
     rows, k = ids.shape
     if out is None:
-        out = torch.empty_strided((rows, k), (-(-max(k, 1) // 8) * 8, 1), dtype=torch.int32, device=ids.device)
+        out = ids.new_empty_strided((rows, k), (-(-max(k, 1) // 8) * 8, 1))
     if not a["return_counts"]:
         return {"out": out}, out
     if counts is None:
-        counts = torch.empty(rows, dtype=torch.int32, device=ids.device)
+        counts = ids.new_empty(rows)
     return {"out": out, "counts": counts}, (out, counts)
 
 

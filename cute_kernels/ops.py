@@ -337,7 +337,7 @@ def _index_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any],
     out, width, combined = a["out"], plan.size, plan.target.family == "sm100"
     rows = a["positions"].shape[0] if a["num_rows"] is None else a["num_rows"]
     if out is None:
-        out = new_tables(rows, width, combined, a["positions"].device)
+        out = _tables_like(a["token_to_req"], rows, width, combined)
     elif not _has_shape(out, combined, rows, width):  # no symbol of the compiled function ties them to other arguments
         device = a["positions"].device
         validate.check_indices(out, combined, {"rows": rows, "width": width, "columns": WINDOW + width}, width > 0, device)
@@ -349,13 +349,15 @@ def _index_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any],
 
 def new_tables(rows: int, width: int, combined: bool, device: torch.device) -> Indices:
     """Unfilled index tables of `rows` rows and `width` compressed columns, in a family's form."""
+    return _tables_like(torch.empty(0, dtype=torch.int32, device=device), rows, width, combined)
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=torch.int32, device=device)  # a shape in a tuple takes twice as long
 
+def _tables_like(source: torch.Tensor, rows: int, width: int, combined: bool) -> Indices:
+    """`new_tables` with the device of an int32 tensor, from which torch makes others faster than from nothing."""
+    new = source.new_empty
     if combined:
-        return CombinedIndices(empty(rows, WINDOW + width), empty(rows))
-    return SegmentIndices(empty(rows, WINDOW), empty(rows), *((empty(rows, width), empty(rows)) if width else ()))
+        return CombinedIndices(new(rows, WINDOW + width), new(rows))
+    return SegmentIndices(new(rows, WINDOW), new(rows), *((new(rows, width), new(rows)) if width else ()))
 
 
 def _has_shape(out: Any, combined: bool, rows: int, width: int) -> bool:
@@ -433,7 +435,7 @@ def _insert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any]
     q, out = a["q"], a["out"]
     rows = q.shape[0]
     if out is None:
-        out = torch.empty(rows, plan.size, HEAD_DIM, dtype=a["q_dtype"], device=q.device)
+        out = q.new_empty(rows, plan.size, HEAD_DIM, dtype=a["q_dtype"])
     elif (
         out.shape != (rows, plan.size, HEAD_DIM) or not out.is_contiguous()
     ):  # no symbol of the compiled function ties its extents to other arguments

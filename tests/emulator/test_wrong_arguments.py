@@ -17,7 +17,7 @@ from cute_kernels.binding import Bound
 from cute_kernels.target import Target
 from ptx_emulator import device
 from tests.cpu.test_validate import CALLS, behind_a_compiled_function, sweep
-from tests.emulator.emulated import emulated
+from tests.emulator.emulated import at_alignment, emulated
 
 
 def on_this_device(change: dict[str, Any]) -> bool:
@@ -85,6 +85,7 @@ def test_a_right_call_promises_nothing_about_the_next_one(name, change, blamed, 
 
 
 int32 = {"dtype": torch.int32}
+SIX = ck.CombinedIndices(torch.zeros(6, 136, **int32), torch.zeros(6, **int32))
 NARROW = ck.CombinedIndices(torch.zeros(7, 132, **int32), torch.zeros(7, **int32))
 # Calls of other extents, each right or wrong by itself, that must not pass for the call before them.
 LATER: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
@@ -92,20 +93,26 @@ LATER: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
     ("sparse_indices", {"num_rows": None, "out": None}, dict.fromkeys(("positions", "token_to_req", "slots", "ids"), 5), None),
     ("sparse_indices", {"width": None, "out": None}, {"ids": torch.full((6, 12), -1, **int32)}, None),
     ("sparse_indices", {"width": None, "out": NARROW}, {"ids": torch.full((6, 12), -1, **int32)}, "out.table"),
+    ("sparse_indices", {"num_rows": None, "out": SIX}, dict.fromkeys(("positions", "token_to_req", "slots"), 5), "out.table"),
+    ("sparse_indices", {"num_rows": None, "out": None}, dict.fromkeys(("positions", "token_to_req", "slots"), 0), None),
     ("sparse_indices", {"out": None}, {"num_rows": 9}, None),
     ("sparse_indices", {"out": None}, {"slots": None}, None),
     ("qkv_insert", {"out": None}, dict.fromkeys(("q", "kv", "slots", "positions"), 4), None),
     ("qkv_insert", {"out": None, "padded_heads": None}, {"q": torch.zeros(6, 7, 512).bfloat16()}, None),
+    ("qkv_insert", {"out": None}, dict.fromkeys(("q", "kv", "positions"), 0), None),
     ("qkv_insert", {}, dict.fromkeys(("q", "kv", "positions"), 4), "out"),
     ("qkv_insert", {}, {"cos_sin": torch.zeros(0, 64)}, "cos_sin"),
     ("qkv_insert", {}, {"kv_scale": 1.0}, None),
     ("gather_upconvert", {}, {"block_table": 1, "seq_starts": 1}, "workspace_starts"),
     ("gather_upconvert", {}, {"seq_starts": None}, None),
+    ("gather_upconvert", {}, {"out": 0}, None),
     ("convert_indices", {"out": None, "counts": None}, dict.fromkeys(("ids", "token_to_req", "prefill_request_id"), 4), None),
     ("convert_indices", {"out": None, "counts": None}, {"prefill_request_id": None, "workspace_starts": None}, None),
+    ("convert_indices", {"out": None, "counts": None}, dict.fromkeys(("ids", "token_to_req", "prefill_request_id"), 0), None),
     ("convert_indices", {"counts": None}, {"return_counts": False}, None),
     ("convert_indices", {}, {"token_to_req": 4}, "token_to_req"),
     ("compress_store", {}, dict.fromkeys(("state_slots", "positions", "kv_slots"), 4), None),
+    ("compress_store", {}, {"state_slots": 0}, None),
     ("compress_store", {}, {"kv_score": None, "ape": None}, None),
     ("compress_store", {}, {"kv_score": 3}, "kv_score"),
     ("compress_store", {}, {"save": ck.SavePolicy.EVERY_ROW}, None),
@@ -116,10 +123,13 @@ LATER: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
 def test_a_bound_call_launches_what_the_plain_call_launches(name, earlier, change, blamed, nowhere, monkeypatch):
     """Kernel, arguments and result of a bound call that follows another one are those of the plain call; so is its error."""
     call, make, _ = CALLS[name]
-    good = {**make(**earlier), "target": Target.named("sm_100a")}
-    later = {n: good[n][:new].clone() if type(new) is int and isinstance(good[n], torch.Tensor) else new for n, new in change.items()}
+    aligned = {n: at_alignment(v, 32) if isinstance(v, torch.Tensor) else v for n, v in make(**earlier).items()}
+    good = {**aligned, "target": Target.named("sm_100a")}
+    later = {n: good[n][:new] if type(new) is int and isinstance(good[n], torch.Tensor) else new for n, new in change.items()}
     bound = bind(call, {n: v for n, v in good.items() if n not in change})
     seen: list[Any] = []
+    before: set[int] = set()
+    results: list[Any] = []  # kept, so that no address comes back
     plain = device.EmulatedKernel.__call__
 
     def recorded(self: device.EmulatedKernel, *arguments: Any) -> None:
@@ -134,11 +144,15 @@ def test_a_bound_call_launches_what_the_plain_call_launches(name, earlier, chang
             result = run()
         except ck.InvalidArgument as error:
             return "refused", error.argument
+        results.append(result)
         tensors = list(vars(result).values()) if isinstance(result, ck.CombinedIndices) else result
         tensors = [] if tensors is None else [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        made = [t.data_ptr() for t in tensors]
-        kernel, arguments = seen[-1]
-        return kernel, [None if a in made else a for a in arguments], [(t.shape, t.stride(), t.dtype) for t in tensors]
+        given = {t.data_ptr() for v in good.values() for t in (v, *getattr(v, "__dict__", {}).values()) if isinstance(t, torch.Tensor)}
+        new = {t.data_ptr() for t in tensors if t.numel()} - given
+        assert not new & before, "a new output is another one on each call"
+        before.update(new)
+        shapes = [(t.shape, t.stride(), t.dtype, t.data_ptr() in new) for t in tensors]
+        return [(kernel, [None if a in new else a for a in arguments]) for kernel, arguments in seen], shapes
 
     varying = {n: good[n] for n in change}
     for _ in range(2):
