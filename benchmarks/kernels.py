@@ -194,15 +194,19 @@ def _run_peer(case: Case, sets: list[list[Call]], peer: Vllm, timer: Timer, own:
 
 
 def host_rows() -> Iterator[Row]:
-    """Host µs of one eager call, plain and bound, of every operation on a decode step (SM90, by benchmarks.host)."""
+    """Host µs of one eager call, plain and bound, of every operation on a decode step (SM90, by the method of benchmarks.host)."""
     from benchmarks import host
 
-    for name, value in host.yardsticks().items():
+    yardsticks, found = host.yardsticks(), list(host.cases())
+    lines = [list(yardsticks.values()), *(host.calls_of(case) for case in found)]
+    rounds = [[host.microseconds(*calls) for calls in lines] for _ in range(host.ROUNDS)]
+    best = [[min(figures) for figures in zip(*line, strict=True)] for line in zip(*rounds, strict=True)]
+    for name, value in zip(yardsticks, best[0], strict=True):
         yield Row(results.HOST, "", f"for comparison: {name}", value)
-    for case in host.cases():
-        found = host.measure(case)
+    for case, figures in zip(found, best[1:], strict=True):
+        columns = dict(zip(host.COLUMNS, figures, strict=True))
         for kind, bar in cases.HOST_BARS.items():
-            figure = found["bound" if kind == "bound" else "call"]
+            figure = columns["bound" if kind == "bound" else "call"]
             met = "yes" if figure <= bar else "no"
             name = f"{case.operation} {case.name}, {kind}"
             yield Row(results.HOST, case.family, name, figure, bar_microseconds=bar, scaled_bar_microseconds=bar, met=met)
