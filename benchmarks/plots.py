@@ -17,7 +17,7 @@ from benchmarks import results
 from benchmarks.results import Row
 from cute_kernels.errors import CuteKernelsError
 
-_COLOURS = ("#1b6ca8", "#d1495b", "#3c8d5a", "#8d6cab", "#c98a1b")
+_COLOURS = ("#1b6ca8", "#d1495b", "#3c8d5a", "#8d6cab", "#c98a1b", "#4a4a4a")
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "cute_kernels", "font.family": "sans-serif", "font.size": 8, "axes.axisbelow": True}
 
 

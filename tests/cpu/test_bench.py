@@ -404,6 +404,23 @@ def test_a_peer_that_is_not_there_is_said_so(tmp_path: Path, capsys: pytest.Capt
     assert kernels._find_peer(None, tmp_path) is None
 
 
+def test_host_times_have_a_row_bound_and_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks import host
+
+    case = host.Case("qkv_insert", "own q", "sm100", {}, ("q",))
+    quiet = iter((9.0, 7.0, *[8.0] * (2 * host.ROUNDS)))
+    monkeypatch.setattr(host, "yardsticks", lambda: {"nothing": lambda: None})
+    monkeypatch.setattr(host, "cases", lambda: iter([case]))
+    monkeypatch.setattr(host, "calls_of", lambda _: [lambda: None] * len(host.COLUMNS))
+    monkeypatch.setattr(host, "microseconds", lambda *calls: [next(quiet)] * len(calls))
+    rows = list(kernels.host_rows())
+    assert [(r.case, r.microseconds, r.met) for r in rows] == [
+        ("for comparison: nothing", 8.0, ""),
+        ("qkv_insert own q, bound", 7.0, "no"),
+        ("qkv_insert own q, unbound", 7.0, "yes"),
+    ]
+
+
 # Results ---------------------------------------------------------------------------------------------------------------
 
 
