@@ -286,7 +286,8 @@ predicted figures stand apart: the first chapter is one run on one {device}, the
 
 ## Measured
 
-`python -m cute_kernels bench --peer vllm --out {path.name}` on one {device} (machine, versions and commit: `{where}/environment.txt`).
+`python -m cute_kernels bench --peer vllm --out {path.name}` on one {device}; its log, [bench.txt]({where}/bench.txt), names machine,
+versions and commit.
 A time is the median of 15 replays of a CUDA graph of 24 launches that rotate through 8 input sets (4 at 8192 rows, 3 above), divided by the
 launches; the cold column rotates through as many sets as make up three times the L2 cache. Every timed buffer was compared with the
 reference before the timing and, after fresh poison, behind it. In this run an elementwise add over 2 GiB reached
