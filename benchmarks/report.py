@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import cases, predict, results
+from benchmarks import cases, counters, predict, results
 from benchmarks.predict import Prediction
 from benchmarks.results import Row
 from cute_kernels.errors import CuteKernelsError
@@ -184,6 +184,50 @@ def causes(rows: Sequence[Row], path: Path, draft: bool) -> str:
     return "\n".join(text)
 
 
+def counted(rows: Sequence[Row], path: Path) -> str:
+    """What the profiler counted, where a file of it lies beside the results."""
+    if not path.exists():
+        return ""
+    moved = {row.key: row.bytes for row in rows}
+    lines = []
+    for c in counters.read(path):
+        needed = moved.get((c.operation, c.family, c.case)) if c.operation == c.kernel else None
+        lines.append(
+            (
+                f"{c.operation}: {c.kernel}" if c.operation != c.kernel else c.operation,
+                c.family,
+                c.case,
+                figure(c.microseconds),
+                f"{c.dram_bytes / 1e6:.1f}{f' of {needed / 1e6:.1f}' if needed else ''}",
+                f"{c.dram_percent:.0f}%",
+                f"{c.issue_percent:.0f}%",
+                f"{c.lsu_percent:.0f}%",
+                f"{c.l2_percent:.0f}%",
+                f"{c.warps_percent:.0f}%",
+                c.waits.replace("_", " "),
+            )
+        )
+    head = (
+        "operation",
+        "family",
+        "case",
+        "µs",
+        "MB of DRAM, of those to move",
+        "DRAM",
+        "issue slots",
+        "LSU",
+        "L2",
+        "resident warps",
+        "waits most for",
+    )
+    return f"""
+Counters of one launch each, by `python -m benchmarks.counters` (ncu, caches flushed before, its own launch in the time); percents are of the
+peak over the launch. Stores still in the L2 cache when a launch ends are not in its DRAM bytes.
+
+{table(head, lines)}
+"""
+
+
 def predicted(rows: Sequence[Prediction], measured_rows: Sequence[Row]) -> str:
     """The chapter on Blackwell: limits, arithmetic, one line for each kernel, faults, and the same arithmetic checked on the H200."""
     blackwell = [r for r in rows if not r.target.endswith("sm_90a")]
@@ -304,7 +348,7 @@ where vLLM ran the same work beside it. SGLang's figures are of an earlier run o
 ### Above the bar or slower than vLLM, and why
 
 {causes(rows, folder / "causes.csv", draft)}
-
+{counted(rows, folder / "counters.csv")}
 ### Host time of one eager call
 
 `bound`: through `bind`, with the tensors that change; `unbound`: the public call with every argument.

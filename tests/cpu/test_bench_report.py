@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plots, predict, report, results
+from benchmarks import cases, counters, plots, predict, report, results
 from benchmarks.predict import Prediction
 from benchmarks.results import Row
 from cute_kernels.errors import CuteKernelsError, InvalidArgument
@@ -121,9 +121,18 @@ def test_the_page_shows_every_figure_and_keeps_prediction_apart(record: Path) ->
     assert next(x for x in predicted.splitlines() if "271" in x).endswith("| 1.77 |")  # measured over predicted, on the same object
 
 
-def test_every_case_has_a_line_of_the_table(record: Path) -> None:
-    from benchmarks import cases
+def test_counters_beside_the_results_are_shown(record: Path) -> None:
+    seen = counters.Counters(
+        "compress_store", "sm100", "ratio 4 bf16 decode 256 save read", "compress_store", 6.1, 6206208, 24.5, 9, 31, 9, 8, 7, "barrier 75%"
+    )
+    assert "Counters of" not in report.page(record / "bench.csv", record / "prediction.csv", draft=True)
+    counters.write([seen], record / "counters.csv")
+    text = report.page(record / "bench.csv", record / "prediction.csv", draft=True)
+    line = next(x for x in text.splitlines() if "barrier 75%" in x)
+    assert "| 6.10 | 6.2 of 6.3 | 24% | 31% |" in line
 
+
+def test_every_case_has_a_line_of_the_table(record: Path) -> None:
     found = [Row(c.operation, c.family, c.name, 1.0, 1.0, 1, 1.0, 1.0) for c in cases.cases()]
     text = report.measured([*rows()[:1], *found])
     titles = {report.kind(row)[:2] for row in found}
@@ -165,3 +174,48 @@ def test_a_record_without_a_limit_or_no_record_is_an_error(tmp_path: Path, monke
     monkeypatch.setattr(report, "ROOT", tmp_path)
     with pytest.raises(CuteKernelsError, match=r"no docs/results/\*/bench.csv"):
         report.record()
+
+
+# Counters --------------------------------------------------------------------------------------------------------------
+
+
+NCU = """==PROF== Connected to process 1
+==PROF== Profiling "kernel_cutlass": 0%....50%....100% - 3 passes
+"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","1","kernel_cutlass_a","gpu__time_duration.sum","ns","5,408"
+"0","1","kernel_cutlass_a","dram__bytes_read.sum","byte","6,000,000"
+"0","1","kernel_cutlass_a","dram__bytes_write.sum","byte","206208"
+"0","1","kernel_cutlass_a","dram__throughput.avg.pct_of_peak_sustained_elapsed","%","24.50"
+"0","1","kernel_cutlass_a","sm__inst_executed.sum","inst","123,456"
+"0","1","kernel_cutlass_a","smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio","inst","6.0"
+"0","1","kernel_cutlass_a","smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio","inst","2.0"
+"1","1","kernel_cutlass_b","gpu__time_duration.sum","ns","n/a"
+==PROF== Disconnected
+"""
+
+
+def test_counters_are_read_and_belong_to_their_cases(tmp_path: Path) -> None:
+    launches = counters.parse(NCU)
+    assert [x["kernel"] for x in launches] == ["kernel_cutlass_a", "kernel_cutlass_b"]
+    chosen = [
+        c
+        for c in cases.cases()
+        if c.label in ("compress_store sm100 ratio 4 bf16 decode 256 save read", "sparse_indices sm100 decode 256 k=512")
+    ]
+    found = counters.counters(chosen, launches)
+    assert (found[0].microseconds, found[0].dram_bytes, found[0].instructions) == (5.408, 6206208, 123456)
+    assert found[0].waits == "long_scoreboard 75%" and found[1].waits == "" and found[1].microseconds == 0
+    counters.write(found, tmp_path / "c.csv")
+    again = counters.read(tmp_path / "c.csv")
+    assert again[0].dram_bytes == 6206208 and again[0].case == found[0].case and again[0].microseconds == 5.41
+    with pytest.raises(counters.NoCounters, match="2 launches, 1 were expected"):
+        counters.counters(chosen[:1], launches)
+
+
+def test_no_profiler_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(counters.subprocess, "run", missing)
+    with pytest.raises(counters.NoCounters, match="ncu is not installed"):
+        counters.profile("", [])
