@@ -221,8 +221,8 @@ def counted(rows: Sequence[Row], path: Path) -> str:
         "waits most for",
     )
     return f"""
-Counters of one launch each, by `python -m benchmarks.counters` (ncu, caches flushed before, its own launch in the time); percents are of the
-peak over the launch. Stores still in the L2 cache when a launch ends are not in its DRAM bytes.
+Counters of one launch each, by `python -m benchmarks.counters` (ncu, caches flushed before, its own launch in the time); percents are of
+the peak over the launch. Stores still in the L2 cache when a launch ends are not in its DRAM bytes.
 
 {table(head, lines)}
 """
