@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import ops
+from cute_kernels import binding, ops
 from cute_kernels.compile import cache
 from cute_kernels.compile.spec import CompressStoreSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.target import Target, all_targets
@@ -300,3 +300,20 @@ def test_a_bound_call_finds_the_width_of_what_varies(monkeypatch):
     with pytest.raises(ck.InvalidArgument, match="kv_score: got address"):
         bound(kv_score=shifted(a["kv_score"], 8))
     assert not seen
+
+
+def test_what_a_bound_call_remembers_is_bounded(launched, monkeypatch):
+    monkeypatch.setattr(binding, "MOST_READY", 3)
+    monkeypatch.setattr(binding, "MOST_FORMS", 2)
+    a = aligned_compress_arguments(target=Target.named("sm_100a"))
+    kept = {n: a.pop(n) for n in ("ape", "state", "norm_weight", "cos_sin", "kv_cache", "ratio", "eps", "kv_scale", "save", "target")}
+    bound = ck.bind(ck.compress_store, **kept)
+    bound.__self__._prepare(ops._OPERATIONS[ck.compress_store], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    for rows in (6, 5, 4, 3, 2, 1):
+        given = {**a, "state_slots": a["state_slots"][:rows]}
+        for order in (list(given), list(reversed(given)), sorted(given)):
+            bound(**{name: given[name] for name in order})
+            assert dict(zip(launched[-1][0].argument_names, launched[-1][1], strict=True))["state_slots"].shape == (rows,)
+        forms = bound.__self__._forms
+        assert len(forms) <= 2 and all(len(form.ready) <= 3 for form in forms.values())
+    assert len(launched) == 18

@@ -101,6 +101,7 @@ def test_bound_calls_follow_the_current_stream():
     bound_but_one = ck.bind(ck.compress_store, **kept_and_varying(a, "kv_score")[0])
     torch.cuda.synchronize()
     for call, varying in ((bound, {}), (bound_but_one, {"kv_score": a["kv_score"]})):
+        call(**varying)  # elsewhere and before: from now on the launch is a remembered one
         a["state"].zero_()
         a["kv_score"].fill_(float("nan"))
         torch.cuda.synchronize()
