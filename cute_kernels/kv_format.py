@@ -104,7 +104,6 @@ def formats_of(family: str) -> tuple[KVFormat, ...]:
 
 def format_of(cache: torch.Tensor, argument: str = "kv_cache") -> KVFormat:
     """The format that a cache tensor's dtype and last dimension spell."""
-    _require_tensor(argument, cache)
     for fmt in FORMATS.values():
         if cache.dtype == fmt.dtype and cache.dim() == 3 and cache.shape[-1] == fmt.row_elements:
             return fmt
@@ -118,7 +117,6 @@ def format_of(cache: torch.Tensor, argument: str = "kv_cache") -> KVFormat:
 
 def gathered_format(cache: torch.Tensor, argument: str = "cache") -> KVFormat:
     """The format of a cache that `gather_upconvert` reads."""
-    _require_tensor(argument, cache)
     for fmt in GATHERED.values():
         if cache.dtype == fmt.dtype and cache.dim() == 3 and cache.shape[-1] == fmt.row_elements:
             return fmt
@@ -127,11 +125,6 @@ def gathered_format(cache: torch.Tensor, argument: str = "cache") -> KVFormat:
         f"{cache.dtype} {list(cache.shape)}",
         "[pages, rows, 656] uint8 (V3.2), [pages, rows, 584] uint8 (packed fp8_ds_mla) or [pages, rows, 512] float8_e4m3fn",
     )
-
-
-def _require_tensor(argument: str, cache: object) -> None:
-    if not isinstance(cache, torch.Tensor):
-        raise InvalidArgument(argument, "None" if cache is None else f"a {type(cache).__name__}", "a torch.Tensor [pages, rows, row]")
 
 
 def check_pages(cache: torch.Tensor, argument: str) -> None:
@@ -183,6 +176,14 @@ class PoolGeometry:
                 hint="use fewer pages, or a smaller block span",
             )
 
+    _hash = 0
+
+    def __hash__(self) -> int:
+        """Kept: two geometries are part of what every call of `sparse_indices` is remembered by."""
+        if not self._hash:
+            object.__setattr__(self, "_hash", hash((self.pages, self.page_rows, self.span)))
+        return self._hash
+
     @property
     def slots(self) -> int:
         return self.pages * self.page_rows
@@ -194,6 +195,8 @@ class PoolGeometry:
     @staticmethod
     def of(cache: torch.Tensor, argument: str = "kv_cache") -> PoolGeometry:
         """The geometry of a cache tensor [pages, page_rows, row]; `InvalidArgument` for strides no kernel can address."""
+        if not isinstance(cache, torch.Tensor):
+            raise InvalidArgument(argument, "None" if cache is None else f"a {type(cache).__name__}", "a torch.Tensor [pages, rows, row]")
         fmt = format_of(cache, argument)
         check_pages(cache, argument)
         page_stride, (pages, page_rows, width) = cache.stride(0), cache.shape

@@ -18,7 +18,7 @@ from cute_kernels.compile import cache
 from cute_kernels.compile.spec import KernelSpec
 from cute_kernels.target import Target
 
-_NONE_PREPARED: Mapping[str, Any] = {}
+_NOTHING: Mapping[str, Any] = {}
 _validating = env.VALIDATE.flag
 
 
@@ -101,18 +101,19 @@ class Operation:
             self.value_check(a)
         return self.reference(a, target)
 
-    def launch(
-        self, a: Mapping[str, Any], target: Target, prepared: Mapping[str, Any] = _NONE_PREPARED, launched: Launched | None = None
-    ) -> Any:
+    def launch(self, a: Mapping[str, Any], target: Target, prepared: Mapping[str, Any] = _NOTHING, launched: Launched | None = None) -> Any:
         """Runs the kernel; `prepared` overrides arguments by their TVM-FFI tensors, `launched` is told what was launched."""
         if _validating():
             self.check(a, target)
             self.value_check(a)
         try:
             plan = self.plan(target.name, *self.facts(a))
-            outputs, result = self.outputs(a, plan) if self.outputs else ({}, None)
+            outputs, result = _NOTHING, None
+            if self.outputs is not None:
+                outputs, result = self.outputs(a, plan)
             arguments = {**a, **plan.constants, **outputs}
-            spec = self._spec(plan, arguments)
+            # Where there is one access width the compiled function checks the alignment.
+            spec = plan.specs[0] if len(plan.specs) == 1 else self._widest(plan, arguments)
         except Exception:
             if (regular := self._regular(a, target)) is None:
                 raise
@@ -131,10 +132,10 @@ class Operation:
             launched(kernel, plan, spec, outputs, result)
         return result
 
-    def _spec(self, plan: Plan, arguments: Mapping[str, Any]) -> KernelSpec | None:
-        """The kernel for the arguments' alignment. Where there is but one the compiled function checks it."""
-        if len(plan.specs) < 2:
-            return plan.specs[0] if plan.specs else None
+    def _widest(self, plan: Plan, arguments: Mapping[str, Any]) -> KernelSpec | None:
+        """The kernel of the widest access that the arguments' alignment allows; None where there is nothing to launch."""
+        if not plan.specs:
+            return None
         addresses, strided = ([arguments[n] for n in names if n in arguments] for names in (self.vectors, self.strided))
         return plan.specs[validate.vector_bytes(addresses, strided) // 32]
 
