@@ -135,6 +135,7 @@ def kernels(target: Target) -> Iterator[Kernel]:
         yield Kernel("prefill 8192 k=2048 compacted", cases.convert_part(True), prefill(128, 4), large)
 
 
+_POLL = re.compile(r"mbarrier\.(try|test)_wait")
 _WIDTH = re.compile(r"\.(?:v(\d)\.)?[bfus](\d+)\b")
 
 
@@ -146,6 +147,17 @@ def access_bytes(text: str) -> int:
 
 def _opcode(text: str) -> str:
     return text.split(None, 1)[-1] if text.startswith("@") else text
+
+
+def issued(warps: dict[int, int], texts: dict[int, str]) -> int:
+    """Warp instructions of a launch from those of each PTX line. A wait for an mbarrier counts as often as it ends: the emulator polls,
+    the hardware suspends the warp."""
+    total, after = 0, 0
+    for line in sorted(warps, reverse=True):
+        count = warps[line]
+        total += min(count, after) if _POLL.match(_opcode(texts[line])) else count
+        after = count
+    return total
 
 
 def predict(kernel: Kernel, target: Target) -> Prediction:
@@ -171,7 +183,7 @@ def predict(kernel: Kernel, target: Target) -> Prediction:
     small, large = size(kernel.small), size(kernel.large)
     scale = large / small
     ratio = sass.total / len(result.lines)
-    slots = sum(result.warps.values()) * ratio * scale
+    slots = issued(result.warps, result.texts) * ratio * scale
     direct = sum(row[2] for row in result.accesses.values())
     bulk = max(result.loaded + result.stored - direct, 0)
     wide = bulk + sum(row[2] for line, row in result.accesses.items() if access_bytes(result.texts[line]) >= target.vector_bytes)

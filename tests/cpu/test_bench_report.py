@@ -168,6 +168,11 @@ def test_access_widths(text: str, wanted: int) -> None:
     assert predict.access_bytes(text) == wanted
 
 
+def test_a_wait_counts_as_often_as_it_ends() -> None:
+    texts = {1: "mov.b32 %r1, 0", 2: "mbarrier.try_wait.parity.shared.b64 P1, [%r1], 0, 10000000", 3: "@P1 bra DONE", 4: "ret"}
+    assert predict.issued({1: 8, 2: 500, 3: 8, 4: 8}, texts) == 32
+
+
 def test_a_record_without_a_limit_or_no_record_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidArgument, match="limit"):
         results.limit(rows()[1:])
