@@ -12,7 +12,7 @@ export CUTE_KERNELS_CACHE_DIR ?= $(CURDIR)/build/cache
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.10; do \
 	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup docs demo test test-cpu test-compile test-emulator test-gpu test-pins compile-sm100 compile-sm120 lint type bench clean-cache
+.PHONY: help setup docs demo test test-cpu test-compile test-emulator test-gpu test-pins compile-sm100 compile-sm120 lint type bench bench-loading clean-cache
 
 help: ## Show this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r verb text; do printf '  %-14s %s\n' "$$verb" "$$text"; done
@@ -64,7 +64,10 @@ type: $(STAMP) ## Check types, everything but the tests
 docs: $(STAMP) ## Write the generated pages under docs/ again (ARGS=--check compares only)
 	$(PY) -m scripts.docs $(ARGS)
 
-bench: $(STAMP) ## Measure imports, pack loading and cache look-ups
+bench: $(STAMP) ## Time every kernel on this machine's GPU (ARGS="--peer vllm --out results.csv")
+	$(PY) -m cute_kernels bench $(ARGS)
+
+bench-loading: $(STAMP) ## Measure imports, pack loading and cache look-ups (no GPU)
 	$(PY) -m benchmarks.loading $(ARGS)
 
 clean-cache: ## Remove this checkout's compiled kernels and packs

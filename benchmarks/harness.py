@@ -1,7 +1,7 @@
 """Timing on a GPU: medians over replays of a CUDA graph that holds many launches over rotating input sets.
 
 One launch is too short to time by events, and a loop over one set would measure the L2 cache: so a graph holds LAUNCHES launches,
-which walk through several sets of inputs, and a figure is the median of REPLAYS replays divided by LAUNCHES.
+which walk through several sets of inputs, and a figure is the median of REPLAYS replays divided by the launches.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ def graph_of(launches: Sequence[Launch], count: int = LAUNCHES) -> torch.cuda.CU
     return graph
 
 
-def microseconds(launches: Sequence[Launch], count: int = LAUNCHES) -> float:
-    """Median time of one launch in µs."""
-    graph = graph_of(launches, count)
+def replayed(graph: torch.cuda.CUDAGraph, count: int = LAUNCHES) -> float:
+    """Median time of one of a graph's `count` launches in µs."""
     for _ in range(WARMUP):
         graph.replay()
     times = []
@@ -44,6 +43,11 @@ def microseconds(launches: Sequence[Launch], count: int = LAUNCHES) -> float:
         end.synchronize()
         times.append(begin.elapsed_time(end))
     return statistics.median(times) / count * 1e3
+
+
+def microseconds(launches: Sequence[Launch], count: int = LAUNCHES) -> float:
+    """Median time of one launch in µs."""
+    return replayed(graph_of(launches, count), count)
 
 
 def bandwidth_limit() -> float:

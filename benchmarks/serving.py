@@ -6,6 +6,7 @@ are handed out in random order; rows of earlier steps lie in the state pool.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +16,10 @@ from cute_kernels.indices import CombinedIndices, IdSource, SegmentIndices
 from cute_kernels.kv_format import FORMATS, PoolGeometry
 from cute_kernels.save_policy import SavePolicy, overlap
 
+DEVICE = "cuda"
 STARTS = (0, 1026, 515, 2048)
 WINDOW_PAGE = 64
-COS_ROWS = 1 << 17
+COS_ROWS = 1 << 14  # more than any position here
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def decode(tokens: int, seed: int) -> tuple[tuple[int, int], ...]:
 def make_step(requests: tuple[tuple[int, int], ...], padding: int = 0) -> Step:
     positions = torch.cat([torch.arange(s, s + n) for s, n in requests] + [torch.zeros(padding, dtype=torch.long)])
     owner = torch.cat([torch.full((n,), r) for r, (_, n) in enumerate(requests)] + [torch.zeros(padding, dtype=torch.long)])
-    return Step(requests, positions.cuda(), owner.int().cuda(), padding)
+    return Step(requests, positions.to(DEVICE), owner.int().to(DEVICE), padding)
 
 
 def _tables(step: Step, first: list[int], last: list[int], rows: int) -> tuple[torch.Tensor, int]:
@@ -59,7 +61,7 @@ def _tables(step: Step, first: list[int], last: list[int], rows: int) -> tuple[t
     for r, (a, n) in enumerate(zip(first, counts, strict=True)):
         table[r, a : a + n] = order[at : at + n]
         at += n
-    return table.int().cuda(), total
+    return table.int().to(DEVICE), total
 
 
 def _slots(step: Step, table: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
@@ -85,33 +87,34 @@ def compress_arguments(
     kv_slots = torch.where(closing, _slots(step, kv_table, entries, page_rows), -1)
     fmt = FORMATS[kv_format]
     stride = -(-page_rows * fmt.row_bytes // 576) * 576 if fmt.packed else page_rows * fmt.row_elements
-    cache = torch.empty(pages * stride, dtype=fmt.dtype, device="cuda").as_strided(
+    cache = torch.empty(pages * stride, dtype=fmt.dtype, device=DEVICE).as_strided(
         (pages, page_rows, fmt.row_elements), (stride, fmt.row_elements, 1)
     )
-    score = None if save is None else torch.randn(step.rows, 2 * width, device="cuda")
+    score = None if save is None else torch.randn(step.rows, 2 * width, device=DEVICE)
     args = (
         score,
-        None if save is None else torch.randn(ratio, width, device="cuda"),
-        torch.randn(blocks, state_rows, 2 * width, device="cuda"),
+        None if save is None else torch.randn(ratio, width, device=DEVICE),
+        torch.randn(blocks, state_rows, 2 * width, device=DEVICE),
         state_table,
         step.positions,
         step.token_to_req,
         _slots(step, state_table, step.positions, state_rows),
         kv_slots,
-        torch.randn(512, device="cuda").bfloat16(),
-        torch.randn(COS_ROWS, 64, device="cuda"),
+        torch.randn(512, device=DEVICE).bfloat16(),
+        torch.randn(COS_ROWS, 64, device=DEVICE),
         cache,
     )
     options: dict[str, Any] = {"ratio": ratio, "eps": 1e-6}
     if save is not None:
         options["save"] = save
         if not save.every_row:
-            options["seq_lens"] = torch.tensor([s + n for s, n in requests], dtype=torch.int32, device="cuda")
+            options["seq_lens"] = torch.tensor([s + n for s, n in requests], dtype=torch.int32, device=DEVICE)
     if fmt.scaled:
         options["kv_scale"] = 0.5
     return args, options
 
 
+@functools.lru_cache(maxsize=64)
 def compress_bytes(requests: tuple[tuple[int, int], ...], *, ratio: int, kv_format: str, save: SavePolicy | None) -> int:
     """Bytes that one call must move: every score row that is pooled or saved read once, state rows, stored rows."""
     from cute_kernels.save_policy import is_saved
@@ -142,20 +145,20 @@ def index_arguments(
     page_rows = 256 // ratio
     compressed_table, pages = _tables(step, [0] * len(last), [p // ratio // page_rows for p in last], page_rows)
     visible = (step.positions + 1) // ratio
-    ids = torch.full((step.rows, k), -1, dtype=torch.int32, device="cuda")
+    ids = torch.full((step.rows, k), -1, dtype=torch.int32, device=DEVICE)
     for begin in range(0, step.rows, 4096):  # a random subset of the visible entries, valid ones first
         part = visible[begin : begin + 4096, None]
-        places = torch.rand(len(part), int(visible.max()) or 1, device="cuda")
-        places[torch.arange(places.shape[1], device="cuda")[None] >= part] = 2.0
+        places = torch.rand(len(part), int(visible.max()) or 1, device=DEVICE)
+        places[torch.arange(places.shape[1], device=DEVICE)[None] >= part] = 2.0
         values, order = places.topk(min(k, places.shape[1]), largest=False)
         ids[begin : begin + 4096, : order.shape[1]] = torch.where(values < 2, order, -1).int()
     spans = (WINDOW_PAGE * 3, page_rows * 3)
 
     def table(columns: int) -> torch.Tensor:
-        return torch.empty(step.rows, columns, dtype=torch.int32, device="cuda")
+        return torch.empty(step.rows, columns, dtype=torch.int32, device=DEVICE)
 
     def lengths() -> torch.Tensor:
-        return torch.empty(step.rows, dtype=torch.int32, device="cuda")
+        return torch.empty(step.rows, dtype=torch.int32, device=DEVICE)
 
     out = CombinedIndices(table(128 + k), lengths()) if family == "sm100" else SegmentIndices(table(128), lengths(), table(k), lengths())
     options = {
@@ -181,20 +184,20 @@ def insert_arguments(
     table, pages = _tables(step, [s // WINDOW_PAGE for s, _ in requests], [(s + n - 1) // WINDOW_PAGE for s, n in requests], WINDOW_PAGE)
     fmt = FORMATS[kv_format]
     stride = -(-WINDOW_PAGE * fmt.row_bytes // 576) * 576 if fmt.packed else WINDOW_PAGE * fmt.row_elements
-    cache = torch.empty(pages * stride, dtype=fmt.dtype, device="cuda").as_strided(
+    cache = torch.empty(pages * stride, dtype=fmt.dtype, device=DEVICE).as_strided(
         (pages, WINDOW_PAGE, fmt.row_elements), (stride, fmt.row_elements, 1)
     )
     args = (
-        torch.randn(step.rows, heads, 512, device="cuda", dtype=torch.bfloat16),
-        torch.randn(step.rows, 512, device="cuda", dtype=torch.bfloat16),
+        torch.randn(step.rows, heads, 512, device=DEVICE, dtype=torch.bfloat16),
+        torch.randn(step.rows, 512, device=DEVICE, dtype=torch.bfloat16),
         cache,
         _slots(step, table, step.positions, WINDOW_PAGE),
         step.positions,
-        torch.randn(COS_ROWS, 64, device="cuda"),
+        torch.randn(COS_ROWS, 64, device=DEVICE),
     )
     scales = {"kv_scale": 0.5} if fmt.scaled else {}
     scales |= {"q_scale": 0.5} if q_dtype is not torch.bfloat16 else {}
-    out = torch.empty(step.rows, heads, 512, dtype=q_dtype, device="cuda")
+    out = torch.empty(step.rows, heads, 512, dtype=q_dtype, device=DEVICE)
     return args, {"eps": 1e-6, "q_dtype": q_dtype, "out": out, **scales}
 
 
@@ -208,13 +211,31 @@ def gather_arguments(requests: tuple[tuple[int, int], ...], *, kv_format: str) -
     step = make_step(requests)
     table, pages = _tables(step, [s // WINDOW_PAGE for s, _ in requests], [(s + n - 1) // WINDOW_PAGE for s, n in requests], WINDOW_PAGE)
     row = 656 if kv_format == "fp8_inline" else FORMATS[kv_format].row_bytes
-    cache = torch.randint(0, 120, (pages, WINDOW_PAGE, row), dtype=torch.uint8, device="cuda")
-    starts = torch.tensor([0, *(n for _, n in requests)], device="cuda").cumsum(0)[:-1].int()
-    out = torch.empty(step.rows, 576 if kv_format == "fp8_inline" else 512, dtype=torch.bfloat16, device="cuda")
-    first = torch.tensor([s for s, _ in requests], dtype=torch.int32, device="cuda")
+    cache = torch.randint(0, 120, (pages, WINDOW_PAGE, row), dtype=torch.uint8, device=DEVICE)
+    starts = torch.tensor([0, *(n for _, n in requests)], device=DEVICE).cumsum(0)[:-1].int()
+    out = torch.empty(step.rows, 576 if kv_format == "fp8_inline" else 512, dtype=torch.bfloat16, device=DEVICE)
+    first = torch.tensor([s for s, _ in requests], dtype=torch.int32, device=DEVICE)
     return (cache.view(torch.float8_e4m3fn) if kv_format == "fp8" else cache, out, table, starts), {"seq_starts": first}
 
 
 def gather_bytes(rows: int, *, kv_format: str) -> int:
     """Cache rows read, workspace rows written."""
     return rows * (656 + 1152 if kv_format == "fp8_inline" else FORMATS[kv_format].row_bytes + 1024)
+
+
+def convert_arguments(requests: tuple[tuple[int, int], ...], *, k: int, compact: bool = True) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of `convert_indices` with k local ids a row, one in eight of them absent, into the caller's buffers."""
+    step = make_step(requests)
+    last = [s + n - 1 for s, n in requests]
+    table, pages = _tables(step, [0] * len(last), [p // WINDOW_PAGE for p in last], WINDOW_PAGE)
+    ids = (torch.rand(step.rows, k, device=DEVICE) * (step.positions[:, None] + 1)).int()
+    ids[torch.rand(step.rows, k, device=DEVICE) < 0.125] = -1
+    options: dict[str, Any] = {"page_rows": WINDOW_PAGE, "pages": pages, "return_counts": compact, "out": torch.empty_like(ids)}
+    if compact:
+        options["counts"] = torch.empty(step.rows, dtype=torch.int32, device=DEVICE)
+    return (ids, step.token_to_req, table), options
+
+
+def convert_bytes(rows: int, k: int, *, compact: bool = True) -> int:
+    """Ids read, slots and counts written, the request map read."""
+    return rows * (8 * k + 4 + (4 if compact else 0))

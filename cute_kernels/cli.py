@@ -1,4 +1,4 @@
-"""The command line: info, matrix, compile, cache, inspect, demo."""
+"""The command line: info, matrix, compile, cache, inspect, demo, bench."""
 
 from __future__ import annotations
 
@@ -225,13 +225,13 @@ def cache_clear() -> None:
 @click.option("--counts/--no-counts", default=True, help="Also print instruction counts by class.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Processes that compile.")
 def inspect(targets: list[Target], only: str, counts: bool, jobs: int) -> None:
-    """Registers, spills, shared memory, access widths and instruction counts of each kernel."""
+    """Registers, spills, shared memory, occupancy, access widths and instruction counts of each kernel."""
     import tempfile
 
     from cute_kernels.compile import cache as kernels
     from cute_kernels.compile.aot import compile_objects
     from cute_kernels.compile.build import CUBIN
-    from cute_kernels.compile.inspect import count_instructions, disassemble
+    from cute_kernels.compile.inspect import block_threads, count_instructions, disassemble, multiprocessor
     from cute_kernels.compile.matrix import support_matrix
 
     wide = Console(width=console.width if console.is_terminal else 250)
@@ -243,13 +243,17 @@ def inspect(targets: list[Target], only: str, counts: bool, jobs: int) -> None:
             raise click.BadParameter(f"no kernel for {target} has {only!r} in its spec; operations: {operations}", param_hint="--only")
         with tempfile.TemporaryDirectory() as scratch, _bar(target, len(specs)) as advance:
             compile_objects(specs, Path(scratch), workers=jobs, progress=advance)
-        columns = ("registers", "spill B", "shared B", "code B", "load B", "store B", "instructions")
+        columns = ("registers", "spill B", "shared B", "code B", "threads", "occupancy", "load B", "store B", "instructions", "per byte")
         table = Table(Column("kernel", max_width=120), *columns, title=str(target), title_justify="left", box=None, pad_edge=False)
         for spec in specs:
             compiled, manifest = kernels.ensure_with_manifest(spec)
             found = count_instructions(disassemble(compiled.object.with_name(CUBIN)))
             numbers = [manifest[k] for k in ("registers", "spill_bytes", "shared_bytes", "cubin_bytes")]
-            table.add_row(_label(spec), *map(str, (*numbers, found.widest_load, found.widest_store, found.total)))
+            threads = block_threads(compiled.ptx.read_text())
+            resident = multiprocessor(target.gpu_arch).occupancy(threads, manifest["registers"], manifest["shared_bytes"])
+            widths = (found.widest_load, found.widest_store, found.total)
+            per_byte = "-" if found.per_byte is None else f"{found.per_byte:.2f}"
+            table.add_row(_label(spec), *map(str, (*numbers, threads, f"{resident:.0%}", *widths)), per_byte)
             if counts:
                 table.add_row("  " + ", ".join(f"{name} {n}" for name, n in sorted(found.counts.items(), key=lambda c: -c[1])), style="dim")
         wide.print(table)
@@ -268,3 +272,21 @@ def demo(context: click.Context, arguments: tuple[str, ...]) -> None:
     from cute_kernels import demo as demonstration
 
     sys.exit(demonstration.main(list(arguments), prog_name=context.command_path))
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def bench(context: click.Context, arguments: tuple[str, ...]) -> None:
+    """Time every kernel on this GPU, beside its bandwidth limit and a peer's kernels (in a checkout)."""
+    import importlib
+
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "benchmarks" / "kernels.py").exists():
+        raise click.ClickException(
+            f"the benchmarks are in the repository, not in the installed package ({Path(__file__).parent}): "
+            "run `python -m cute_kernels bench` or `make bench` in a checkout"
+        )
+    if str(checkout) not in sys.path:
+        sys.path.insert(0, str(checkout))
+    sys.exit(importlib.import_module("benchmarks.kernels").main(list(arguments), prog_name=context.command_path))

@@ -24,6 +24,7 @@ class Result:
     """What a launch did. `lines` maps each PTX line of an instruction to (times executed, threads).
 
     accesses  with `statistics`: PTX line of each global load and store -> (warps, 32-byte sectors they touched, bytes)
+    warps     with `statistics`: PTX line of each instruction -> warps that executed it, with any number of lanes
     """
 
     kernel: str
@@ -33,6 +34,7 @@ class Result:
     loaded: int
     stored: int
     accesses: dict[int, tuple[int, int, int]]
+    warps: dict[int, int]
 
     @property
     def never(self) -> list[int]:
@@ -103,7 +105,7 @@ def run_ptx(
     memory        every buffer the kernel may touch
     pdl           launched with programmatic dependent launch: global accesses before `griddepcontrol.wait` are faults
     approximation "nearest", or "low" / "high" for an end of the documented error interval of the approximate functions
-    statistics    count warps, sectors and bytes of every global access (slower)
+    statistics    count the warps of every instruction, and sectors and bytes of every global access (slower)
 
     Raises `KernelFault` for what is wrong in the kernel, `LaunchError` for what is wrong in the launch.
     """
@@ -115,7 +117,8 @@ def run_ptx(
         raise LaunchError(f"approximation {approximation!r}: nearest, low or high expected")
     launch = Launch(_three(grid), _three(block), _three(cluster), dynamic_shared, parameters, pdl, approximation, check_races)
     _check(program, launch, shared_limit)
-    counters = Counters(np.zeros(len(program.blocks), np.int64), np.zeros(len(program.blocks), np.int64))
+    runs, lanes, warps = (np.zeros(len(program.blocks), np.int64) for _ in range(3))
+    counters = Counters(runs, lanes, warps)
     counters.accesses = {} if statistics else None
     constants = _constants(program)
     whole = Memory([*memory.buffers, *constants]) if constants else memory
@@ -177,12 +180,14 @@ def _result(program: Program, counters: Counters) -> Result:
     lines: dict[int, tuple[int, int]] = {}
     texts: dict[int, str] = {}
     opcodes: dict[str, int] = {}
+    warps: dict[int, int] = {}
     for block in program.blocks:
         runs, lanes = int(counters.runs[block.index]), int(counters.lanes[block.index])
         for ins in block.instructions:
             before = lines.get(ins.line, (0, 0))
             lines[ins.line] = (before[0] + runs, before[1] + lanes)
             texts[ins.line] = ins.text
+            warps[ins.line] = warps.get(ins.line, 0) + int(counters.warps[block.index])
             opcodes[ins.base] = opcodes.get(ins.base, 0) + lanes
     accesses = {line: (row[0], row[1], row[2]) for line, row in sorted((counters.accesses or {}).items())}
-    return Result(program.kernel.name, lines, texts, opcodes, counters.loaded, counters.stored, accesses)
+    return Result(program.kernel.name, lines, texts, opcodes, counters.loaded, counters.stored, accesses, warps)

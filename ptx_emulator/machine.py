@@ -51,10 +51,11 @@ class Launch:
 
 @dataclass
 class Counters:
-    """Per basic block: how often it ran, and for how many threads; bytes moved; and on demand every global access."""
+    """Per basic block: how often it ran, and for how many threads; bytes moved; and on demand warps and every global access."""
 
     runs: np.ndarray
     lanes: np.ndarray
+    warps: np.ndarray
     loaded: int = 0
     stored: int = 0
     accesses: dict[int, list[int]] | None = None  # PTX line -> [warps, 32-byte sectors, bytes]
@@ -184,6 +185,8 @@ class Machine:
         index = block.index
         self.counters.runs[index] += 1
         self.counters.lanes[index] += f.n
+        if self.counters.accesses is not None:
+            self.counters.warps[index] += np.unique(f.lanes // 32).size
         step_index = 0
         try:
             if block.collective is not None:

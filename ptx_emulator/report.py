@@ -38,7 +38,8 @@ def report(results: Sequence[Result]) -> str:
     lines = [f"{len(results)} launch{'es' if len(results) != 1 else ''} of {', '.join(sorted({r.kernel[:60] for r in results}))}"]
     classes = instruction_classes(results)
     total = sum(classes.values())
-    lines += ["", f"thread instructions: {total:,}"]
+    issued = sum(sum(r.warps.values()) for r in results)
+    lines += ["", f"thread instructions: {total:,}" + (f"; warp instructions: {issued:,}" if issued else "")]
     lines += [f"  {name:<16}{count:>14,}  {count / max(total, 1):>6.1%}" for name, count in classes.most_common()]
     loaded, stored = sum(r.loaded for r in results), sum(r.stored for r in results)
     lines += ["", f"global memory: {loaded:,} bytes loaded, {stored:,} bytes stored"]

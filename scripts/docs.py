@@ -1,6 +1,7 @@
 """Writes the generated pages under docs/: `python -m scripts.docs`, or `--check` to compare only.
 
-support_matrix.md and environment.md come from the package; kv_layout.md and its pictures from the plans of `kv_pool`.
+support_matrix.md and environment.md come from the package; kv_layout.md and its pictures from the plans of `kv_pool`; performance.md from
+the newest record that has benchmark results, and from docs/prediction.csv.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks import report
 from cute_kernels import env, matrix_docs
 from cute_kernels.kv_format import FORMATS, PACKED
 from cute_kernels.kv_pool import INDEX_KEYS, PoolPlan
@@ -25,6 +27,7 @@ def pages() -> dict[str, str]:
         "support_matrix.md": matrix_docs.markdown(),
         "environment.md": env.markdown(),
         "kv_layout.md": kv_layout(),
+        "performance.md": report.page(report.record()),
         "kv_layout/rows.svg": pictures.rows(),
         "kv_layout/packed_page.svg": pictures.packed_page(),
         "kv_layout/slots.svg": pictures.slots(),

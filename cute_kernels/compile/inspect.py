@@ -1,4 +1,4 @@
-"""What the machine code of a kernel does: instruction classes, access widths, and where it waits for its predecessor."""
+"""What the machine code of a kernel does: instruction classes, access widths, occupancy, and where it waits for its predecessor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from cute_kernels.errors import CompileError
 
@@ -45,15 +46,62 @@ class Instructions:
     counts        by class, padding excluded
     widest_load   bytes one thread reads with its widest global load (0: none)
     widest_store  bytes one thread writes with its widest global store
+    global_bytes  bytes that one thread would move if each of its global loads and stores ran once
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     widest_load: int = 0
     widest_store: int = 0
+    global_bytes: int = 0
 
     @property
     def total(self) -> int:
         return sum(self.counts.values())
+
+    @property
+    def per_byte(self) -> float | None:
+        """Instructions for each byte of the global loads and stores among them; None where only bulk copies move bytes."""
+        return self.total / self.global_bytes if self.global_bytes else None
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What one multiprocessor holds at a time (CUDA programming guide, technical specifications by compute capability).
+
+    shared  bytes of shared memory, of which each block takes RESERVED for itself
+    """
+
+    threads: int
+    blocks: int
+    shared: int
+    registers: int = 65536
+
+    RESERVED: ClassVar[int] = 1024
+
+    def occupancy(self, threads: int, registers: int, shared: int) -> float:
+        """Share of its threads that can be resident, with blocks of `threads`, `registers` a thread and `shared` bytes a block."""
+        warps = -(-threads // 32)
+        of_warp = -(-registers * 32 // 256) * 256
+        blocks = (self.threads // threads, self.blocks, self.registers // (of_warp * warps), self.shared // (shared + self.RESERVED))
+        return min(blocks) * threads / self.threads
+
+
+_DATA_CENTRE, _WORKSTATION = Multiprocessor(2048, 32, 228 << 10), Multiprocessor(1536, 24, 100 << 10)
+_MULTIPROCESSORS = {"sm_90": _DATA_CENTRE, "sm_100": _DATA_CENTRE, "sm_103": _DATA_CENTRE, "sm_120": _WORKSTATION, "sm_121": _WORKSTATION}
+_BLOCK = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?")
+
+
+def multiprocessor(gpu_arch: str) -> Multiprocessor:
+    """The multiprocessor of an architecture such as "sm_100f"."""
+    return _MULTIPROCESSORS[gpu_arch.rstrip("af")]
+
+
+def block_threads(ptx: str) -> int:
+    """Threads of a block, as the PTX of a kernel declares them."""
+    found = _BLOCK.search(ptx)
+    if found is None:
+        raise CompileError("the PTX does not say how many threads a block has", hint="launch the kernel with a constant block")
+    return int(found[1]) * int(found[2] or 1) * int(found[3] or 1)
 
 
 def cuda_tool(name: str) -> Path:
@@ -83,6 +131,7 @@ def count_instructions(sass: str) -> Instructions:
     """Classes and access widths of the instructions in a disassembly."""
     counts: collections.Counter[str] = collections.Counter()
     widest = {"global load": 0, "global store": 0}
+    moved = 0
     for opcode in _INSTRUCTION.findall(sass):
         if opcode == "NOP":
             continue
@@ -90,7 +139,8 @@ def count_instructions(sass: str) -> Instructions:
         counts[name] += 1
         if name in widest:
             widest[name] = max(widest[name], _width(opcode))
-    return Instructions(dict(counts), widest["global load"], widest["global store"])
+            moved += _width(opcode)
+    return Instructions(dict(counts), widest["global load"], widest["global store"], moved)
 
 
 def _width(opcode: str) -> int:

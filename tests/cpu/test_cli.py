@@ -79,7 +79,18 @@ def test_compile_writes_one_pack_or_one_for_each_target(folder: Path, small_matr
 def test_inspect_prints_resources_widths_and_counts(folder: Path, small_matrix: None) -> None:
     text = run("inspect", "--arch", "sm_120f", "--only", "factor=3", "--jobs", "1")
     assert "factor=3" in text and "factor=2" not in text
-    for wanted in ("registers", "spill B", "shared B", "load B", "store B", "global load 1", "global store 1", "pdl 2"):
+    for wanted in (
+        "registers",
+        "spill B",
+        "shared B",
+        "occupancy",
+        "per byte",
+        "load B",
+        "store B",
+        "global load 1",
+        "global store 1",
+        "pdl 2",
+    ):
         assert wanted in text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cute_kernels.compile.cubin import read_resources
-from cute_kernels.compile.inspect import Instructions, count_instructions, pdl_faults
+from cute_kernels.compile.inspect import Instructions, Multiprocessor, block_threads, count_instructions, multiprocessor, pdl_faults
 from cute_kernels.errors import CompileError
 
 SASS = """
@@ -26,7 +26,8 @@ SASS = """
 
 def test_instruction_classes_and_widths() -> None:
     counts = {"global load": 2, "global store": 2, "float": 1, "bulk copy": 1, "local memory": 1, "barrier": 1, "branch": 1, "pdl": 1}
-    assert count_instructions(SASS) == Instructions({**counts, "integer and other": 1}, widest_load=32, widest_store=8)
+    assert count_instructions(SASS) == Instructions({**counts, "integer and other": 1}, 32, 8, 32 + 16 + 1 + 8)
+    assert count_instructions(SASS).per_byte == 11 / 57 and Instructions({"bulk copy": 1}).per_byte is None
 
 
 def test_a_plain_access_is_four_bytes_wide() -> None:
@@ -80,3 +81,32 @@ def test_every_entry_is_looked_at() -> None:
 def test_what_is_no_cubin_is_refused(data: bytes) -> None:
     with pytest.raises(CompileError, match="ELF"):
         read_resources(data)
+
+
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared", "wanted"),
+    [
+        (128, 64, 0, 8 * 128 / 1024),  # 4 warps x 2048 registers: 8 blocks
+        (128, 32, 0, 1.0),  # threads
+        (128, 65, 0, 7 * 128 / 1024),  # 65 registers a thread are 72: 4 x 2304
+        (32, 16, 0, 16 * 32 / 1024),  # blocks
+        (128, 16, 49 * 1024, 2 * 128 / 1024),  # 50 KB a block, of 100
+        (1024, 16, 0, 1.0),
+    ],
+)
+def test_occupancy(threads: int, registers: int, shared: int, wanted: float) -> None:
+    assert Multiprocessor(threads=1024, blocks=16, shared=100 * 1024).occupancy(threads, registers, shared) == wanted
+
+
+def test_threads_of_a_block() -> None:
+    assert block_threads(".reqntid 32, 4, 1") == 128
+    assert block_threads(".maxntid 256") == 256
+    with pytest.raises(CompileError, match="how many threads"):
+        block_threads(".entry k")
+
+
+@pytest.mark.parametrize(
+    ("arch", "threads"), [("sm_90a", 2048), ("sm_100f", 2048), ("sm_103a", 2048), ("sm_120f", 1536), ("sm_121a", 1536)]
+)
+def test_every_architecture_has_its_multiprocessor(arch: str, threads: int) -> None:
+    assert multiprocessor(arch).threads == threads

@@ -51,7 +51,7 @@ def test_runtime_dependencies_are_ranges() -> None:
 
 def test_every_verb_of_the_makefile_is_listed_by_help() -> None:
     tests = "test test-cpu test-compile test-emulator test-gpu test-pins"
-    wanted = f"help setup docs demo {tests} compile-sm100 compile-sm120 lint type bench clean-cache"
+    wanted = f"help setup docs demo {tests} compile-sm100 compile-sm120 lint type bench bench-loading clean-cache"
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert {line.split()[0] for line in listed.splitlines() if line.startswith("  ")} == set(wanted.split())
 
