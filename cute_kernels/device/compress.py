@@ -133,11 +133,11 @@ class Plan:
         return cutlass.min((row_count + self.unit - 1) // self.unit, self.deal)
 
 
-def ratio_4_plan(vector: int) -> Plan:
-    """Ratio 4, both families: one block a window, three windows of 32 KB in flight."""
+def ratio_4_plan(vector: int, every_row: bool) -> Plan:
+    """Ratio 4, both families: one block a window, three windows of 32 KB in flight. Where every row is saved, blocks take fewer rows."""
     return Plan(
         ratio=4, vector=vector, blocks=1, groups=1, batch=8, slots=3, savers=4, save_rows=2,
-        unit=1, deal=264, least=1, resident=2,
+        unit=1, deal=528 if every_row else 264, least=1, resident=2,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ def compress_plan(spec: CompressStoreSpec) -> Plan:
     """Ratio 4: one block a window. Ratio 128: a cluster of 4 blocks, 32 rows each."""
     vector = spec.vector_bytes // 4
     if spec.ratio == 4:
-        return ratio_4_plan(vector)
+        return ratio_4_plan(vector, spec.save == "every_row")
     return Plan(
         ratio=128, vector=vector, blocks=4, groups=1, batch=4, slots=3, savers=2, save_rows=2,
         unit=4, deal=64, least=4, resident=3,

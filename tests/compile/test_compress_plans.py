@@ -19,8 +19,9 @@ def plans() -> list:
         config = importlib.import_module(f"cute_kernels.{family}.config")
         for ratio in (4, 128):
             for vector_bytes in (16, 32):
-                spec = CompressStoreSpec(Target.named(family), vector_bytes, ratio=ratio, kv_format=kv_format)
-                found.append(pytest.param(config.compress_plan(spec), id=f"{family}-{ratio}-{vector_bytes}"))
+                for save in ("policy", "every_row"):
+                    spec = CompressStoreSpec(Target.named(family), vector_bytes, ratio=ratio, kv_format=kv_format, save=save)
+                    found.append(pytest.param(config.compress_plan(spec), id=f"{family}-{ratio}-{vector_bytes}-{save}"))
     return found
 
 
