@@ -102,7 +102,12 @@ class WindowRing:
         cute.arch.mbarrier_wait(ring.full.iterator + n % self.slots, n // self.slots % 2)
 
     def release(self, ring: Storage, n: Int32) -> None:
-        """This thread has read stage n."""
+        """This thread has read stage n.
+
+        The fence orders its reads before the copies that overwrite the stage, which go through another proxy: without it the arrival
+        may overtake loads that are still under way.
+        """
+        cute.arch.fence_view_async_shared()
         cute.arch.mbarrier_arrive(ring.empty.iterator + n % self.slots)
 
     @cute.jit

@@ -6,6 +6,7 @@ The emulator is told which rows a case may write: a store anywhere else is a fau
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,16 @@ def aligned(case: CompressCase, alignment: int) -> CompressCase:
     return dataclasses.replace(case, norm_weight=at_alignment(case.norm_weight, alignment), cache=case.cache)
 
 
+def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
+    """Three blocks with nine windows each, more than their rings have stages; the rows of all other blocks are padding."""
+    plan = importlib.import_module(f"cute_kernels.{spec.target.family}.config").compress_plan(spec)
+    rows = {plan.row_of(cluster, i) for cluster in range(3) for i in range(9)}
+    count = max(rows) + 1
+    case = make_compress_case([Request(spec.ratio * (k % 5 + 1) - 1, 1) for k in range(count)], seed=9, **options)
+    case.state_slots[[t for t in range(count) if t not in rows]] = -1
+    return case
+
+
 def cases(spec: CompressStoreSpec) -> list[CompressCase]:
     ratio, scored = spec.ratio, spec.scores
     save = POLICY if spec.save == "policy" else SavePolicy.EVERY_ROW
@@ -82,10 +93,7 @@ def cases(spec: CompressStoreSpec) -> list[CompressCase]:
         make_compress_case(decode[:4], value_scale=1e4, score_scale=20.0, seed=4, **{**common, "kv_scale": None}),
         make_compress_case(decode[:3], value_scale=1e-4, zero_group=True, strided=False, seed=5, **common),
         make_compress_case([Request(9 * ratio - 3, 6)], state_block=3, page_rows=5, seed=6, **common),
-        # Enough rows that a block has several windows, and more of them than its ring has stages.
-        make_compress_case(
-            [Request(4 * (k % 5) + 3, 1) for k in range(2300)] if ratio == 4 else mix(1400, 5, ratio=ratio), seed=9, **common
-        ),
+        crowded(spec, **common) if ratio == 4 else make_compress_case(mix(1400, 5, ratio=ratio), seed=9, **common),
     ]
     return [aligned(c, spec.vector_bytes) for c in made]
 
