@@ -1,14 +1,14 @@
 """The compressor's kernel: save this step's state rows, pool the windows that close, normalise, rotate, store.
 
-One kernel for both families and both ratios. What differs is handed in as values: `Plan` (ratio, sizes, thread layout), a
-splitter (how many blocks share a window) and a row writer (the cache format).
+One kernel for both families and both ratios. What differs is handed in as values: `Plan` (ratio, sizes, thread layout) and a row
+writer (the cache format).
 
-Work is dealt out by rows: the blocks of a cluster (or one block) take up to `rows` rows of the step. The warps of a block have roles that
-meet in shared memory only, so that no role waits for another one's loads:
+Work is dealt out by rows: a block takes up to `rows` rows of the step. The warps of a block have roles that meet in shared memory only,
+so that no role waits for another one's loads:
 
-- one warp finds the windows that close, locates their rows and has them copied into a ring (`WindowFinder`);
-- pooling warps wait for the ring's stages, pool, normalise, rotate and store (this file);
-- saving warps copy the rows that are to be saved into the state pool (`RowSaver`).
+- one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
+- pooling warps wait for the ring's stages, pool, normalise, rotate and store (`consume`);
+- saving warps copy the rows that are to be saved into the state pool (`save`).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass.utils import SmemAllocator
 
-from cute_kernels.device import memory, norm_rope, pdl, pooling, splitters, window_ring
+from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.device import memory, norm_rope, pdl, pooling, window_ring
 from cute_kernels.device.slots import Divisor
 from cute_kernels.device.window_ring import WindowRing
 from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
@@ -56,21 +57,19 @@ class Plan:
 
     ratio          4 or 128
     vector         fp32 numbers of a thread's access to a state row that is saved: 4 or 8
-    blocks         blocks that share a window, by rows
     groups         groups of 128 threads that pool, each its own rows over all columns
     batch          rows of a stage that a group pools together
     slots          stages in flight
     savers         saving warps
     save_rows      rows whose loads a saving thread has in flight together
     unit           consecutive rows that are dealt together
-    deal           clusters over which neighbouring units are dealt, and how many there are when each has `least` rows or more
-    least          rows of a cluster, at least
+    deal           blocks over which neighbouring units are dealt, and how many there are when each has `least` rows or more
+    least          rows of a block, at least
     resident       blocks that should fit on an SM at once: bounds the registers
     """
 
     ratio: int
     vector: int
-    blocks: int
     groups: int
     batch: int
     slots: int
@@ -91,11 +90,6 @@ class Plan:
         return self.ratio + overlap(self.ratio)
 
     @property
-    def block_rows(self) -> int:
-        """Rows of a window that a block pools."""
-        return self.window // self.blocks
-
-    @property
     def pooling(self) -> int:
         """Threads that pool."""
         return self.groups * COLUMN_THREADS
@@ -103,11 +97,6 @@ class Plan:
     @property
     def threads(self) -> int:
         return self.pooling + 32 + 32 * self.savers
-
-    @property
-    def owners(self) -> int:
-        """Threads of a block that finish a window's columns."""
-        return COLUMN_THREADS // self.blocks
 
     @property
     def ring(self) -> WindowRing:
@@ -118,26 +107,36 @@ class Plan:
         return row // 4 * HEAD_DIM if self.ratio == 4 else 0
 
     def rows_of(self, row_count: Int32) -> Int32:
-        """Rows that a cluster takes (host): the same for all, so that `deal` clusters are enough; a multiple of `unit` and of `blocks`."""
+        """Rows that a block takes (host): the same for all, so that `deal` blocks are enough; a multiple of `unit`."""
         return cutlass.max((row_count + (self.deal * self.least - 1)) // (self.deal * self.least), 1) * self.least
 
-    def row_of(self, cluster: Int32, i: Int32) -> Int32:
-        """The row that a cluster takes as its i-th. Of every `deal` units, cluster j takes one; which one shifts, so that a cluster's units
-        fall on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different clusters."""
+    def row_of(self, block: Int32, i: Int32) -> Int32:
+        """The row that a block takes as its i-th. Of every `deal` units, block j takes one; which one shifts, so that a block's units fall
+        on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different blocks."""
         turn = i // self.unit
         shift = turn // max(1, self.ratio // self.unit // self.deal)
-        return (turn * self.deal + (cluster + shift) % self.deal) * self.unit + i % self.unit
+        return (turn * self.deal + (block + shift) % self.deal) * self.unit + i % self.unit
 
-    def clusters(self, row_count: Int32) -> Int32:
-        """Clusters for a step of `row_count` rows (host)."""
+    def blocks(self, row_count: Int32) -> Int32:
+        """Blocks for a step of `row_count` rows (host)."""
         return cutlass.min((row_count + self.unit - 1) // self.unit, self.deal)
 
 
-def ratio_4_plan(vector: int, every_row: bool) -> Plan:
-    """Ratio 4, both families: one block a window, three windows of 32 KB in flight. Where every row is saved, blocks take fewer rows."""
+def plan_of(spec: CompressStoreSpec) -> Plan:
+    """Tuning, the same for both families: at most 99 KB of shared memory a block, and no clusters.
+
+    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: groups of threads pool alternate rows of a stage.
+    Where every row is saved, blocks take fewer rows, or have more warps that save.
+    """
+    vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
+    if spec.ratio == 4:
+        return Plan(
+            ratio=4, vector=vector, groups=1, batch=8, slots=3, savers=4, save_rows=2,
+            unit=1, deal=528 if every_row else 264, least=1, resident=2,
+        )  # fmt: skip
     return Plan(
-        ratio=4, vector=vector, blocks=1, groups=1, batch=8, slots=3, savers=4, save_rows=2,
-        unit=1, deal=528 if every_row else 264, least=1, resident=2,
+        ratio=128, vector=vector, groups=2, batch=4, slots=2, savers=8 if every_row else 4, save_rows=2,
+        unit=4, deal=128, least=4, resident=1,
     )  # fmt: skip
 
 
@@ -146,9 +145,8 @@ class Shared(NamedTuple):
 
     ring: window_ring.Storage
     order: cute.Tensor  # [32] lanes whose rows close a window, in order
-    totals: cute.Tensor  # [blocks * warps of owners, 2] partial sums, by parity of the turn
-    barriers: cute.Tensor  # [4], of the splitter
-    parts: Any  # [columns, owners, 3, parts] partial results on their way; None where one group pools the whole window
+    totals: cute.Tensor  # [warps with columns, 2] partial sums, by parity of the turn
+    parts: Any  # [columns, column threads, 3, groups] partial results on their way; None where one group pools the whole window
 
 
 @dataclass(frozen=True)
@@ -156,7 +154,6 @@ class CompressKernel:
     """names: of the compiled function's arguments, in order. writer: from `Arguments` to a row writer."""
 
     plan: Plan
-    splitter: Any
     writer: Any
     names: tuple
     pdl: bool
@@ -167,13 +164,12 @@ class CompressKernel:
         arguments = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
         row_count = memory.extent(arguments.state_slots)
         self.kernel(arguments, plan.rows_of(row_count), Divisor.of(Int32(arguments.state.shape[1]))).launch(
-            grid=[plan.clusters(row_count) * plan.blocks, 1, 1],
+            grid=[plan.blocks(row_count), 1, 1],
             block=[plan.threads, 1, 1],
             min_blocks_per_mp=plan.resident,
             preferred_smem_carveout=-1,  # the driver's default; without a value the DSL would ask a device
             stream=args[-1],
             use_pdl=self.pdl,
-            **self.splitter.launch_options(),
         )
 
     @cute.kernel
@@ -181,24 +177,20 @@ class CompressKernel:
         plan = self.plan
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        rank, cluster = self.splitter.rank(), Int32(block) // plan.blocks
         shared = self.allocate()
         plan.ring.prepare(shared.ring, tid)
-        self.splitter.prepare(shared.barriers, tid)
         cute.arch.sync_threads()
         pdl.begin(self.pdl)
         if tid < plan.pooling:
-            self.consume(mA, shared, rank, tid)
+            self.consume(mA, shared, tid)
         elif tid < plan.pooling + 32:
-            self.produce(mA, shared, by_state_rows, cluster, rank, rows, tid % 32)
+            self.produce(mA, shared, by_state_rows, Int32(block), rows, tid % 32)
         else:
             if cutlass.const_expr(mA.kv_score is not None):
-                self.save(mA, cluster, rank, rows, tid - (plan.pooling + 32))
-        self.splitter.leave()
+                self.save(mA, Int32(block), rows, tid - (plan.pooling + 32))
 
     def allocate(self) -> Shared:
         plan, smem = self.plan, SmemAllocator()
-        parts = plan.groups * plan.blocks
 
         def array(dtype, *shape):
             return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
@@ -206,9 +198,8 @@ class CompressKernel:
         return Shared(
             ring=plan.ring.allocate(array),
             order=array(Int32, 32),
-            totals=array(Float32, plan.blocks * max(1, plan.owners // 32), 2),
-            barriers=array(Int64, 4),
-            parts=array(Float32, COLUMNS, plan.owners, 3, parts) if parts > 1 else None,
+            totals=array(Float32, COLUMN_THREADS // 32, 2),
+            parts=array(Float32, COLUMNS, COLUMN_THREADS, 3, plan.groups) if plan.groups > 1 else None,
         )
 
     def row_limit(self, mA: Arguments) -> Int32:
@@ -219,17 +210,17 @@ class CompressKernel:
     # Finding windows
 
     @cute.jit
-    def produce(self, mA: Arguments, shared: Shared, by_state_rows: Divisor, cluster: Int32, rank: Int32, rows: Int32, lane: Int32):
+    def produce(self, mA: Arguments, shared: Shared, by_state_rows: Divisor, block: Int32, rows: Int32, lane: Int32):
         plan, ring = self.plan, self.plan.ring
-        span = cutlass.const_expr(min(32, plan.block_rows))  # lanes of a window
-        passes = cutlass.const_expr(plan.block_rows // span)  # rows of a lane
+        span = cutlass.const_expr(min(32, plan.window))  # lanes of a window
+        passes = cutlass.const_expr(plan.window // span)  # rows of a lane
         together = cutlass.const_expr(32 // span)  # windows that are located together
         stages = cutlass.const_expr(span // ring.rows)
         limit = self.row_limit(mA)
         capacity = Int64(mA.kv_cache.shape[0]) * Int64(mA.kv_cache.shape[1])
         n = Int32(0)
         for start in cutlass.range(0, rows, 32, unroll=1):
-            t = plan.row_of(cluster, start + lane)
+            t = plan.row_of(block, start + lane)
             closes, position, request, target = Boolean(False), Int32(0), Int32(0), Int32(0)
             if (start + lane < rows) & (t < limit):
                 slot, place = Int64(mA.state_slots[t]), Int64(mA.positions[t])
@@ -253,7 +244,7 @@ class CompressKernel:
                     angles[q] = memory.at(angle_row + Int64(lane % span) * 4, Float32, ROPE_DIM, alignment=4)[q * span]
                 addresses = [Int64(0)] * passes
                 for p in cutlass.range_constexpr(passes):
-                    k = rank * plan.block_rows + p * span + lane % span
+                    k = p * span + lane % span
                     addresses[p] = self.locate(mA, by_state_rows, t_closing, closing, request_closing, k)
                 for w in cutlass.range_constexpr(together):
                     if first + w < count:
@@ -316,15 +307,14 @@ class CompressKernel:
     # Pooling
 
     @cute.jit
-    def consume(self, mA: Arguments, shared: Shared, rank: Int32, tid: Int32):
+    def consume(self, mA: Arguments, shared: Shared, tid: Int32):
         plan, ring = self.plan, self.plan.ring
-        stages = cutlass.const_expr(plan.block_rows // ring.rows)
+        stages = cutlass.const_expr(plan.window // ring.rows)
         group = tid // COLUMN_THREADS
-        own = rank * cutlass.const_expr(plan.owners * COLUMNS) + tid % plan.owners * COLUMNS
         column = tid % COLUMN_THREADS * COLUMNS
-        weight = norm_rope.load_weight(mA.norm_weight, own, COLUMNS)
+        weight = norm_rope.load_weight(mA.norm_weight, column, COLUMNS)
         bias = cute.make_rmem_tensor(cute.make_layout((COLUMNS, plan.batch)), Float32)
-        self.load_bias(mA, rank * plan.block_rows + group * plan.batch, column, bias)
+        self.load_bias(mA, group * plan.batch, column, bias)
         n, turn = Int32(0), Int32(0)
         ring.wait_full(shared.ring, n)
         flags = shared.ring.notes[0, 0]
@@ -332,10 +322,10 @@ class CompressKernel:
             kv_slot = shared.ring.notes[1, n % ring.slots]
             rotation = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
             rotation.fill(0.0)
-            if own >= NOPE_DIM:
+            if column >= NOPE_DIM:
                 for j in cutlass.range_constexpr(COLUMNS // 2):
-                    rotation[j] = shared.ring.rotation[(own - NOPE_DIM) // 2 + j, n % ring.slots]
-                    rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (own - NOPE_DIM) // 2 + j, n % ring.slots]
+                    rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, n % ring.slots]
+                    rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, n % ring.slots]
             partial = pooling.Partial.empty(COLUMNS)
             if cutlass.const_expr(stages > 1):
                 for fragment, value in zip(partial, (pooling.NEG_INF, 0.0, 0.0), strict=True):
@@ -344,7 +334,7 @@ class CompressKernel:
                 coming = cute.make_rmem_tensor(cute.make_layout((COLUMNS, plan.batch)), Float32)
                 if cutlass.const_expr(stages > 1):
                     following = (stage + 1) % stages
-                    self.load_bias(mA, rank * plan.block_rows + following * ring.rows + group * plan.batch, column, coming)
+                    self.load_bias(mA, following * ring.rows + group * plan.batch, column, coming)
                     ring.wait_full(shared.ring, n)
                 shape = cute.make_layout((COLUMNS, plan.batch))
                 values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
@@ -356,7 +346,7 @@ class CompressKernel:
                 if cutlass.const_expr(stages > 1 and mA.kv_score is not None):
                     cute.autovec_copy(coming, bias)
                 n += 1
-            self.finish(mA, shared, partial, kv_slot, own, weight, rotation, turn, tid)
+            self.finish(mA, shared, partial, kv_slot, column, weight, rotation, turn, tid)
             turn += 1
             ring.wait_full(shared.ring, n)
             flags = shared.ring.notes[0, n % ring.slots]
@@ -390,7 +380,7 @@ class CompressKernel:
         shared: Shared,
         partial: pooling.Partial,
         kv_slot: Int32,
-        own: Int32,
+        column: Int32,
         weight: cute.Tensor,
         rotation: cute.Tensor,
         turn: Int32,
@@ -398,18 +388,18 @@ class CompressKernel:
     ):
         """Merge partial results, normalise and rotate the pooled row, and write it into the cache."""
         plan = self.plan
-        parts = shared.parts
-        self.splitter.gather(partial, parts, shared.barriers, turn, tid)
+        if cutlass.const_expr(shared.parts is not None):
+            pooling.merge_groups(partial, shared.parts, plan.pooling, tid)
         pooled = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
         for c in cutlass.range_constexpr(COLUMNS):
             pooled[c] = partial.product[c] * cute.arch.rcp_approx(partial.weight[c])
         squares = norm_rope.square_sum(pooled)
-        squares = cute.arch.warp_reduction_sum(squares, threads_in_group=cutlass.const_expr(min(32, plan.owners)))
+        squares = cute.arch.warp_reduction_sum(squares, threads_in_group=32)
         slots = shared.totals[None, turn % 2]
-        self.splitter.share(squares, slots, shared.barriers, turn, tid)
-        if tid < plan.owners:
-            norm_rope.normalise_rotate(pooled, splitters.total_of(slots), mA.eps, weight, own >= NOPE_DIM, rotation)
-            self.writer(mA).write(mA.kv_cache, Uint32(kv_slot), own, pooled, tid % 32)
+        pooling.share_sum(squares, slots, plan.pooling, tid)
+        if tid < COLUMN_THREADS:
+            norm_rope.normalise_rotate(pooled, pooling.total_of(slots), mA.eps, weight, column >= NOPE_DIM, rotation)
+            self.writer(mA).write(mA.kv_cache, Uint32(kv_slot), column, pooled, tid % 32)
 
     def ape_address(self, mA: Arguments, place: Int32, column: Int32) -> Int64:
         """Byte address of the position embedding of a place in the group."""
@@ -418,22 +408,20 @@ class CompressKernel:
     # Saving
 
     @cute.jit
-    def save(self, mA: Arguments, cluster: Int32, rank: Int32, rows: Int32, tid: Int32):
-        """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition."""
+    def save(self, mA: Arguments, block: Int32, rows: Int32, tid: Int32):
+        """Copy this block's rows that are to be saved into the state pool, APE added to the scores by a plain addition."""
         plan = self.plan
         lane, columns = tid % 32, plan.vector
         row_threads = cutlass.const_expr(min(32 * plan.savers, plan.width // columns))
         side_by_side = cutlass.const_expr(32 * plan.savers // row_threads)
         pieces = cutlass.const_expr(plan.width // columns // row_threads)
-        share = rows // plan.blocks
         ahead = cutlass.const_expr(2 * plan.save_rows * side_by_side)  # rows that are on their way to L2 before they are loaded
         limit = self.row_limit(mA)
         shape = cute.make_layout((columns, pieces, plan.save_rows))
-        for start in cutlass.range(0, share, 32, unroll=1):
-            i = (start + lane) * plan.blocks + rank
-            t = plan.row_of(cluster, i)
+        for start in cutlass.range(0, rows, 32, unroll=1):
+            t = plan.row_of(block, start + lane)
             target, place = Int64(0), Int32(0)
-            if (start + lane < share) & (t < limit):
+            if (start + lane < rows) & (t < limit):
                 slot, position, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
                 real = (slot >= 0) & (position >= 0) & memory.in_range(request, memory.extent(mA.state_block_table))
                 if real & (slot < Int64(mA.state.shape[0]) * Int64(mA.state.shape[1])):

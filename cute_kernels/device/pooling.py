@@ -1,4 +1,4 @@
-"""Softmax pooling of a window: per column, over rows, in fp32; in registers, then across lanes, then across warps.
+"""Softmax pooling of a window: per column, over rows, in fp32; in registers, then across groups of threads.
 
 A partial result is a column's largest logit times log2(e) (`peak`), the sum of its weights relative to that peak, and the weighted
 sum of values. An all -inf part has weight zero; an all -inf column becomes NaN, as 0 / 0.
@@ -93,3 +93,32 @@ def merge_parts(partial: Partial, parts: cute.Tensor, thread: Int32):
                 cute.autovec_copy(parts[None, thread, q, start + g], loaded[None, q, g])
         for c in cutlass.range_constexpr(columns):
             merge(partial, c, [(loaded[c, 0, g], loaded[c, 1, g], loaded[c, 2, g]) for g in range(some)])
+
+
+@cute.jit
+def merge_groups(partial: Partial, parts: cute.Tensor, threads: cutlass.Constexpr, tid: Int32):
+    """Merge the groups of a block's `threads` pooling threads through `parts` [columns, column threads, 3, groups]; the first group holds
+    the result."""
+    column_threads = parts.shape[1]
+    for q in cutlass.range_constexpr(3):
+        cute.autovec_copy(partial[q], parts[None, tid % column_threads, q, tid // column_threads])
+    cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+    if tid < column_threads:
+        merge_parts(partial, parts, tid)
+
+
+@cute.jit
+def share_sum(partial: Float32, slots: cute.Tensor, threads: cutlass.Constexpr, tid: Int32):
+    """Put the sum of each warp with columns, which its first thread has, into `slots` [warps]. A barrier of `threads` pooling threads."""
+    if (tid % 32 == 0) & (tid // 32 < cute.size(slots)):
+        slots[tid // 32] = partial
+    cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+
+
+@cute.jit
+def total_of(slots: cute.Tensor) -> Float32:
+    """The sum of all slots, always in the same order."""
+    total = slots[0]
+    for i in cutlass.range_constexpr(1, cute.size(slots)):
+        total = total + slots[i]
+    return total

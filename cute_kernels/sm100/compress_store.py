@@ -1,13 +1,11 @@
-"""`compress_store` for the SM100 family: full rows, BF16 or FP8; a ratio-128 window is split over a cluster by columns."""
+"""`compress_store` for the SM100 family: full rows, BF16 or FP8."""
 
 from typing import Any
 
 from cute_kernels.compile.spec import CompressStoreSpec
-from cute_kernels.device.compress import Arguments, CompressKernel
+from cute_kernels.device.compress import Arguments, CompressKernel, plan_of
 from cute_kernels.device.compress_arguments import fake_arguments
 from cute_kernels.device.row_writers import Bf16Row, Fp8Row
-from cute_kernels.device.splitters import OneBlock, RowCluster
-from cute_kernels.sm100.config import compress_plan
 
 
 def bf16_writer(arguments: Arguments) -> Bf16Row:
@@ -20,10 +18,9 @@ def fp8_writer(arguments: Arguments) -> Fp8Row:
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:
     """The host function of `spec` and fake arguments for `cute.compile`."""
-    plan = compress_plan(spec)
+    plan = plan_of(spec)
     kernel = CompressKernel(
         plan=plan,
-        splitter=RowCluster(plan.blocks, plan.groups) if plan.blocks > 1 else OneBlock(plan.pooling),
         writer=fp8_writer if spec.kv_format == "fp8" else bf16_writer,
         names=spec.argument_names,
         pdl=spec.pdl,

@@ -1,13 +1,13 @@
-"""The plans of `compress_store`: every row of a step goes to one cluster, and closing rows spread evenly."""
+"""The plans of `compress_store`: every row of a step goes to one block, and closing rows spread evenly."""
 
 from __future__ import annotations
 
 import collections
-import importlib
 
 import pytest
 
 from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.device.compress import plan_of
 from cute_kernels.target import Target
 
 SHARED = {"sm100": 232448, "sm120": 101376}
@@ -16,12 +16,11 @@ SHARED = {"sm100": 232448, "sm120": 101376}
 def plans() -> list:
     found = []
     for family, kv_format in (("sm100", "bf16"), ("sm120", "fp8_ds_mla")):
-        config = importlib.import_module(f"cute_kernels.{family}.config")
         for ratio in (4, 128):
             for vector_bytes in (16, 32):
                 for save in ("policy", "every_row"):
                     spec = CompressStoreSpec(Target.named(family), vector_bytes, ratio=ratio, kv_format=kv_format, save=save)
-                    found.append(pytest.param(config.compress_plan(spec), id=f"{family}-{ratio}-{vector_bytes}-{save}"))
+                    found.append(pytest.param(plan_of(spec), id=f"{family}-{ratio}-{vector_bytes}-{save}"))
     return found
 
 
@@ -30,13 +29,13 @@ def rows_of(plan, count: int) -> int:
     return max(-(-count // (plan.deal * plan.least)), 1) * plan.least
 
 
-def clusters(plan, count: int) -> int:
+def blocks(plan, count: int) -> int:
     return min(-(-count // plan.unit), plan.deal)
 
 
 def dealt(plan, count: int) -> list[list[int]]:
-    """The rows of each cluster that lie in the step."""
-    of = [[plan.row_of(c, i) for i in range(rows_of(plan, count))] for c in range(clusters(plan, count))]
+    """The rows of each block that lie in the step."""
+    of = [[plan.row_of(c, i) for i in range(rows_of(plan, count))] for c in range(blocks(plan, count))]
     return [[t for t in rows if t < count] for rows in of]
 
 
@@ -55,15 +54,15 @@ def test_closing_rows_of_a_long_prompt_spread_evenly(plan) -> None:
 
 
 @pytest.mark.parametrize("plan", plans())
-def test_leading_rows_of_a_padded_step_spread_over_the_clusters(plan) -> None:
+def test_leading_rows_of_a_padded_step_spread_over_the_blocks(plan) -> None:
     live = [sum(t < 256 for t in rows) for rows in dealt(plan, 8192)]
     assert max(live) <= max(plan.unit, -(-256 // plan.deal // plan.unit) * plan.unit)
 
 
 @pytest.mark.parametrize("plan", plans())
 def test_sizes_agree(plan) -> None:
-    """What the kernel divides leaves no rest, and no block runs further ahead than the exchange of partial results allows."""
+    """What the kernel divides leaves no rest."""
     stage = plan.groups * plan.batch
-    assert plan.window % plan.blocks == 0 and plan.block_rows % stage == 0 and min(32, plan.block_rows) % stage == 0
-    assert plan.least % plan.blocks == 0 and plan.least % plan.unit == 0
+    assert plan.window % stage == 0 and min(32, plan.window) % stage == 0
+    assert plan.least % plan.unit == 0
     assert 1 <= plan.slots <= plan.pooling and plan.threads <= 1024

@@ -6,7 +6,6 @@ The emulator is told which rows a case may write: a store anywhere else is a fau
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import torch
 from cute_kernels import ops
 from cute_kernels.compile.matrix import support_matrix
 from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.device.compress import plan_of
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target
 from ptx_emulator import FOREIGN, Memory
@@ -65,8 +65,8 @@ def aligned(case: CompressCase, alignment: int) -> CompressCase:
 
 def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
     """Three blocks with nine windows each, more than their rings have stages; the rows of all other blocks are padding."""
-    plan = importlib.import_module(f"cute_kernels.{spec.target.family}.config").compress_plan(spec)
-    rows = {plan.row_of(cluster, i) for cluster in range(3) for i in range(9)}
+    plan = plan_of(spec)
+    rows = {plan.row_of(block, i) for block in range(3) for i in range(9)}
     count = max(rows) + 1
     case = make_compress_case([Request(spec.ratio * (k % 5 + 1) - 1, 1) for k in range(count)], seed=9, **options)
     case.state_slots[[t for t in range(count) if t not in rows]] = -1

@@ -90,16 +90,18 @@ def test_bad_arguments_are_refused_by_the_host_code_of_the_kernel(target: str) -
 
 
 def test_launch_configuration_is_that_of_the_product() -> None:
-    """Grid, cluster, programmatic dependent launch and shared memory as the compiled host code asks for them."""
+    """Grid, programmatic dependent launch and shared memory as the compiled host code asks for them."""
     from cute_kernels.compile import cache, loader
     from cute_kernels.compile.spec import CompressStoreSpec
+    from cute_kernels.device.compress import plan_of
 
     case = make_compress_case([Request(0, 300)], ratio=128, kv_format="bf16")
     with emulated("sm_100a"):
         ops.compress_store(*case.args(), **case.kwargs())
         spec = CompressStoreSpec(Target("sm100", "sm_100a"), 32, ratio=128)
         record = cache.get(spec).launches[-1]  # type: ignore[attr-defined]
-    assert record.pdl and record.cluster[0] > 1 and record.grid[0] % record.cluster[0] == 0
+    plan = plan_of(spec)
+    assert record.pdl and record.grid[0] == min(-(-300 // plan.unit), plan.deal) and record.block[0] == plan.threads
     assert record.dynamic_shared <= spec.target.shared_bytes
     assert loader.executor() is loader.load_with_tvm_ffi
     assert torch.isfinite(case.kv_cache[case.kv_slots.max() // case.pool.page_rows].float()).any()
