@@ -4,6 +4,7 @@
 
 `make docs` writes the same page. Every case above its bar, or slower than the peer, needs a line in `causes.csv` beside the results
 (columns pattern, cause; pattern is a regular expression over "operation family case"); without it the page is refused, but for --draft.
+`notes.md` beside them, where there is one, says what the figures do not speak of.
 """
 
 from __future__ import annotations
@@ -323,6 +324,7 @@ def page(path: Path, prediction: Path = PREDICTION, draft: bool = False) -> str:
         for name, text in (("roofline.svg", "Percent of the limit by bytes moved"), ("speedup.svg", "Speed-up over vLLM"))
         if (folder / name).exists()
     )
+    notes = "\n\n" + (folder / "notes.md").read_text().strip() if (folder / "notes.md").exists() else ""
     return f"""\
 # Performance
 
@@ -340,7 +342,7 @@ reference before the timing and, after fresh poison, behind it. In this run an e
 {cases.BAR_LIMIT / 1e12:.2f} TB/s; the column shows them at this run's limit. A bar is met where the time is below it, and below vLLM's
 where vLLM ran the same work beside it. SGLang's figures are of an earlier run on another H200.
 
-{met} of {len(judged)} cases with a bar meet it.
+{met} of {len(judged)} cases with a bar meet it.{notes}
 
 {measured(rows)}
 
