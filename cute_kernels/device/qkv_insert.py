@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.compile.spec import QkvInsertSpec
 from cute_kernels.device import convert, memory, norm_rope, pdl
+from cute_kernels.device.row_writers import CACHE_TYPES
 from cute_kernels.device.slots import Divisor
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, NOPE_DIM, ROPE_DIM
 
@@ -240,9 +241,6 @@ def in_order() -> None:
     cute.arch.sync_warp()
 
 
-_CACHE_TYPES = {"bf16": BFloat16, "fp8": Float8E4M3FN, "fp8_ds_mla": Uint8}
-
-
 def fake_arguments(spec: QkvInsertSpec) -> list[Any]:
     """Fake arguments in the order of `spec.argument_names`: what the compiled function promises to accept, checked on every call.
 
@@ -261,7 +259,7 @@ def fake_arguments(spec: QkvInsertSpec) -> list[Any]:
     def numbers(length: Any) -> Any:
         return make_fake_tensor(Int64, (length,), stride=(1,), assumed_align=8)
 
-    cache_type = _CACHE_TYPES[fmt.name]
+    cache_type = CACHE_TYPES[fmt.name]
     out_type = Float8E4M3FN if spec.q_dtype == "e4m3" else BFloat16
     made = {
         "q": tensor(BFloat16, (rows, cute.sym_int(), HEAD_DIM), (stride(BFloat16), stride(BFloat16), 1)),
