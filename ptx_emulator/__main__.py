@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = cases.get(options.kernel, {}).get(options.case)
     if chosen is None:
         if options.kernel is not None:
-            print(f"no case {options.case!r} of a kernel {options.kernel!r}; there are", file=sys.stderr)
+            what = f"case {options.case!r} of kernel {options.kernel!r}" if options.kernel in cases else f"kernel {options.kernel!r}"
+            print(f"no {what}; there are", file=sys.stderr)
         for kernel, named in cases.items():
             print(f"{kernel}: {', '.join(named)}")
         return 0 if options.kernel is None else 2
@@ -48,6 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (EmulatorError, AssertionError) as error:
         print(f"{type(error).__name__}: {error}")
         return 1
+    except ValueError as error:  # a target that the project does not know
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
     print(report(results))
     print(f"result: {judged}")
     print(f"{time.perf_counter() - begin:.1f} s, compilation included")

@@ -15,6 +15,7 @@ from ptx_emulator.device import Settings
 from tests.emulator.emulated import emulated
 from tests.support.compress import make_compress_case
 from tests.support.compress_check import check_compress
+from tests.support.gather import check_converted, check_gathered, make_convert_case, make_gather_case
 from tests.support.index_case import check_indices, make_index_case
 from tests.support.insert import check_insert, make_insert_case
 from tests.support.steps import Request, mix
@@ -68,6 +69,36 @@ def _insert(rows: int, heads: int) -> Run:
     return run
 
 
+def _gather(kv_format: str, lengths: list[int]) -> Run:
+    def run(name: str, settings: Settings) -> str:
+        target = Target.named(name)
+        case = make_gather_case(lengths, kv_format=kv_format)
+        guarded = case.guarded_out()
+        with _device(target, settings):
+            ops.gather_upconvert(*case.args(guarded.out), **case.kwargs(), target=target)
+        guarded.check()
+        check_gathered(case, guarded.out)
+        return f"{case.rows} rows of {len(lengths)} requests, every bit exact, nothing else written"
+
+    return run
+
+
+def _convert(rows: int, k: int, *, compact: bool, prefill: bool) -> Run:
+    def run(name: str, settings: Settings) -> str:
+        target = Target.named(name)
+        case = make_convert_case(rows, 5, k, prefill=prefill)
+        out, counts = case.guarded()
+        with _device(target, settings):
+            kwargs = {**case.kwargs(), "return_counts": compact, "out": out.out, "counts": counts.out if compact else None}
+            result = ops.convert_indices(*case.args(), **kwargs, target=target)
+        out.check()
+        counts.check()
+        check_converted(case, *(result if compact else (result,)))
+        return f"{rows} rows of {k} ids, every lane exact, nothing else written"
+
+    return run
+
+
 def _of_ratio(ratio: int) -> dict[str, Run]:
     decode = [Request(k * ratio - 1 + k % 2, 1) for k in range(1, 33)]
     return {
@@ -89,4 +120,10 @@ CASES: dict[str, dict[str, Run]] = {
         "padded": _indices(IdSource.GLOBAL, mix(20, 5, ratio=4), k=512, padding=12, stale_blocks=True),
     },
     "qkv_insert": {"decode": _insert(32, 8), "prefill": _insert(100, 16)},
+    "gather_upconvert": {name: _gather(name, [40, 0, 133, 1]) for name in ("fp8_inline", "fp8_ds_mla", "fp8")},
+    "convert_indices": {
+        "compact": _convert(40, 520, compact=True, prefill=False),
+        "in-place": _convert(40, 520, compact=False, prefill=False),
+        "prefill": _convert(40, 520, compact=True, prefill=True),
+    },
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cute_kernels.compile.spec import SPEC_TYPES
 from ptx_emulator.__main__ import main
 from tests.emulator import cases, small_kernels
 
@@ -16,10 +17,22 @@ def test_report_of_a_case(target: str, capsys: pytest.CaptureFixture[str]) -> No
         assert part in text, f"{part!r} not in\n{text}"
 
 
+@pytest.mark.parametrize("target", ["sm_100a", "sm_120a"])
+@pytest.mark.parametrize("kernel", ["gather_upconvert", "convert_indices"])
+def test_cases_of_dense_prefill(kernel: str, target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for case in cases.CASES[kernel]:
+        assert main([kernel, case, "--target", target]) == 0
+        assert "nothing else written" in capsys.readouterr().out
+
+
 def test_every_kernel_has_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert {line.split(":")[0] for line in capsys.readouterr().out.splitlines()} == set(cases.CASES)
+    assert {name.split("-")[0] for name in cases.CASES} == set(SPEC_TYPES)
     assert main(["sparse_indices", "no such case"]) == 2
+    assert main(["no such kernel", "decode"]) == 2
+    assert main(["sparse_indices", "decode", "--target", "sm_7"]) == 2
+    assert "sm_7" in capsys.readouterr().err
 
 
 def test_counts_of_a_small_kernel() -> None:
