@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import io
 import os
 import re
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cases, kernels
+from benchmarks import kernels, tables
 from benchmarks.cases import Case
 from cute_kernels.errors import CuteKernelsError
 
@@ -147,23 +146,12 @@ def profile(only: str, chosen: Sequence[Case]) -> list[Counters]:
     return counters(chosen, found)
 
 
-_COLUMNS = {field.name: str(field.type) for field in dataclasses.fields(Counters)}
-
-
 def write(rows: Iterable[Counters], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        for row in rows:
-            values = (getattr(row, name) for name in _COLUMNS)
-            writer.writerow([f"{value:.2f}" if isinstance(value, float) else value for value in values])
+    tables.write(Counters, rows, path, lambda _, value: f"{value:.2f}")
 
 
 def read(path: Path) -> list[Counters]:
-    kinds: dict[str, Any] = {"int": int, "float": float, "str": str}
-    with path.open(newline="") as file:
-        return [Counters(**{name: kinds[kind](line[name]) for name, kind in _COLUMNS.items()}) for line in csv.DictReader(file)]
+    return tables.read(Counters, path, "python -m benchmarks.counters --out")
 
 
 def line(row: Counters) -> str:
@@ -188,8 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         on = kernels.targets()
-        every = (c for c in cases.cases() if c.family in on and not (c.repeats and len(on) > 1))
-        selected = [c for c in every if re.search(chosen.only, c.label) and (chosen.only or c.bar is not None)]
+        selected = [c for c in kernels.selected(on, chosen.only) if chosen.only or c.bar is not None]
         if chosen.child:
             launch_once(selected)
             return 0

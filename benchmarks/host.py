@@ -18,7 +18,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,16 @@ def yardsticks() -> dict[str, Callable[[], object]]:
     }
 
 
+def measure(chosen: Iterable[Case]) -> tuple[dict[str, float], list[tuple[Case, dict[str, float]]]]:
+    """µs of the yardsticks by name, and of each case by column: the quietest of ROUNDS rounds."""
+    yards, found = yardsticks(), list(chosen)
+    lines = [list(yards.values()), *(calls_of(case) for case in found)]
+    rounds = [[microseconds(*calls) for calls in lines] for _ in range(ROUNDS)]
+    best = [[min(figures) for figures in zip(*line, strict=True)] for line in zip(*rounds, strict=True)]
+    figures = [dict(zip(COLUMNS, line, strict=True)) for line in best[1:]]
+    return dict(zip(yards, best[0], strict=True)), list(zip(found, figures, strict=True))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="CSV file to write")
@@ -170,17 +180,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("benchmarks.host needs an SM90 GPU (H100, H200); it runs both families' source, built as sm_90a", file=sys.stderr)
         return 2
-    yards = yardsticks()
-    chosen_cases = [case for case in cases() if chosen.only in case.operation]
-    lines = [list(yards.values()), *(calls_of(case) for case in chosen_cases)]
-    rounds = [[microseconds(*calls) for calls in lines] for _ in range(ROUNDS)]
-    best = [[min(figures) for figures in zip(*line, strict=True)] for line in zip(*rounds, strict=True)]
-    for name, value in zip(yards, best[0], strict=True):
+    yards, found = measure(case for case in cases() if chosen.only in case.operation)
+    for name, value in yards.items():
         print(f"{name:44} {value:6.2f} µs")
     rows = []
-    for case, found in zip(chosen_cases, best[1:], strict=True):
-        rows.append([case.operation, case.family, case.name, len(case.varying), *(f"{value:.2f}" for value in found)])
-        figures = "  ".join(f"{name} {value:6.2f}" for name, value in zip(COLUMNS, found, strict=True))
+    for case, columns in found:
+        rows.append([case.operation, case.family, case.name, len(case.varying), *(f"{value:.2f}" for value in columns.values())])
+        figures = "  ".join(f"{name} {value:6.2f}" for name, value in columns.items())
         print(f"{case.operation:17} {case.family} {case.name:18} {figures}  ({len(case.varying)} given to bound)")
     if chosen.out:
         with chosen.out.open("w", newline="") as file:

@@ -1,6 +1,6 @@
 """What every kernel costs on this GPU, in the shapes that engines have, judged on the buffers that are timed.
 
-    cute-kernels bench [--peer vllm] [--out results.csv] [--only REGEX]
+    python -m cute_kernels bench [--peer vllm] [--out results.csv] [--only REGEX]
 
 Times are medians of 15 replays of a CUDA graph of 24 launches that rotate through 8, 4 or 3 input sets; the cold column has as many
 sets as make up three times the L2 cache. Bytes are what an operation must move, each byte once; percents are of the bandwidth that an
@@ -62,6 +62,12 @@ def targets() -> dict[str, Target]:
         return {family: Target.named(f"{family}:sm_90a") for family in ("sm100", "sm120")}
     target = Target.from_capability(capability, torch.cuda.get_device_name())
     return {target.family: target}
+
+
+def selected(on: dict[str, Target], only: str) -> list[Case]:
+    """The cases whose family this GPU runs, and whose line matches; what both families share once."""
+    found = (c for c in cases.cases() if c.family in on and not (c.repeats and len(on) > 1))
+    return [c for c in found if re.search(only, c.label)]
 
 
 def specs(target: Target, operations: set[str]) -> list[KernelSpec]:
@@ -197,14 +203,10 @@ def host_rows() -> Iterator[Row]:
     """Host µs of one eager call, plain and bound, of every operation on a decode step (SM90, by the method of benchmarks.host)."""
     from benchmarks import host
 
-    yardsticks, found = host.yardsticks(), list(host.cases())
-    lines = [list(yardsticks.values()), *(host.calls_of(case) for case in found)]
-    rounds = [[host.microseconds(*calls) for calls in lines] for _ in range(host.ROUNDS)]
-    best = [[min(figures) for figures in zip(*line, strict=True)] for line in zip(*rounds, strict=True)]
-    for name, value in zip(yardsticks, best[0], strict=True):
+    yardsticks, found = host.measure(host.cases())
+    for name, value in yardsticks.items():
         yield Row(results.HOST, "", f"for comparison: {name}", value)
-    for case, figures in zip(found, best[1:], strict=True):
-        columns = dict(zip(host.COLUMNS, figures, strict=True))
+    for case, columns in found:
         for kind, bar in cases.HOST_BARS.items():
             figure = columns["bound" if kind == "bound" else "call"]
             met = "yes" if figure <= bar else "no"
@@ -280,13 +282,13 @@ def main(arguments: list[str] | None = None, prog_name: str = "python -m benchma
     except CuteKernelsError as error:
         print(f"{NEEDS}: {error}", file=sys.stderr)
         return 2
-    selected = [c for c in cases.cases() if c.family in on and not (c.repeats and len(on) > 1) and re.search(chosen.only, c.label)]
-    if not selected:
+    wanted = selected(on, chosen.only)
+    if not wanted:
         print(f"no case matches {chosen.only!r}", file=sys.stderr)
         return 2
     started = time.perf_counter()
     print(" ".join([prog_name, *(sys.argv[1:] if arguments is None else arguments)]), *machine(), sep="\n", flush=True)
-    compile_ahead(selected, on, chosen.jobs)
+    compile_ahead(wanted, on, chosen.jobs)
     print(f"kernels ready after {time.perf_counter() - started:.0f} s", flush=True)
     if chosen.compile_only:
         return 0
@@ -300,7 +302,7 @@ def main(arguments: list[str] | None = None, prog_name: str = "python -m benchma
         Row(results.MACHINE, "", f"{name}: empty graph node", empty),
     ]
     failed = 0
-    for case in selected:
+    for case in wanted:
         begun = time.perf_counter()
         try:
             row = run_case(case, on[case.family], limit, cold_bytes=cold, peer=peer)
@@ -321,7 +323,7 @@ def main(arguments: list[str] | None = None, prog_name: str = "python -m benchma
         results.write(rows, chosen.out)
         _plot(rows, chosen.out)
     missed = sum(row.met == "no" for row in rows)
-    print(f"{len(selected)} cases, {failed} failed, {missed} above their bar, {time.perf_counter() - started:.0f} s", flush=True)
+    print(f"{len(wanted)} cases, {failed} failed, {missed} above their bar, {time.perf_counter() - started:.0f} s", flush=True)
     return 1 if failed else 0
 
 

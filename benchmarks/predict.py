@@ -12,8 +12,6 @@ The same arithmetic on the objects for sm_90a can be compared with times measure
 from __future__ import annotations
 
 import argparse
-import csv
-import dataclasses
 import importlib
 import re
 import sys
@@ -24,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import cases, serving
+from benchmarks import cases, serving, tables
 from benchmarks.calls import Call
 from benchmarks.cases import READ, Part, Requests
 from cute_kernels import ops
@@ -256,23 +254,12 @@ def predictions(only: str, progress: Callable[[Prediction], None]) -> list[Predi
     return found
 
 
-_COLUMNS = {field.name: str(field.type) for field in dataclasses.fields(Prediction)}
-
-
 def write(rows: list[Prediction], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        for row in rows:
-            values = (getattr(row, name) for name in _COLUMNS)
-            writer.writerow([f"{value:.4g}" if isinstance(value, float) else value for value in values])
+    tables.write(Prediction, rows, path, lambda _, value: f"{value:.4g}")
 
 
 def read(path: Path) -> list[Prediction]:
-    kinds: dict[str, Callable[[str], Any]] = {"int": int, "float": float, "str": str}
-    with path.open(newline="") as file:
-        return [Prediction(**{name: kinds[kind](line[name]) for name, kind in _COLUMNS.items()}) for line in csv.DictReader(file)]
+    return tables.read(Prediction, path, "python -m benchmarks.predict --out")
 
 
 def line(row: Prediction) -> str:

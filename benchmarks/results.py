@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import tables
 from cute_kernels.errors import InvalidArgument
 
 MACHINE = "machine"
@@ -51,40 +50,15 @@ class Row:
         return self.operation, self.family, self.case
 
 
-_COLUMNS = {field.name: str(field.type) for field in dataclasses.fields(Row)}
-_DIGITS = {"microseconds": 3, "terabytes_per_second": 4, "percent_of_limit": 1, "ratio": 3}
+_DIGITS = {"terabytes_per_second": 4, "percent_of_limit": 1}
 
 
 def write(rows: list[Row], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(_COLUMNS)
-        writer.writerows([_text(name, getattr(row, name)) for name in _COLUMNS] for row in rows)
-
-
-def _text(column: str, value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.{_DIGITS.get(column, 3)}f}"
-    return "" if value is None else str(value)
+    tables.write(Row, rows, path, lambda column, value: f"{value:.{_DIGITS.get(column, 3)}f}")
 
 
 def read(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        if reader.fieldnames is None or list(reader.fieldnames) != list(_COLUMNS):
-            raise InvalidArgument(
-                str(path), f"columns {reader.fieldnames}", f"{', '.join(_COLUMNS)}", hint="a file of `cute-kernels bench --out`"
-            )
-        return [Row(**{name: _value(kind, line[name]) for name, kind in _COLUMNS.items()}) for line in reader]  # type: ignore[arg-type]
-
-
-def _value(kind: str, text: str) -> object:
-    if kind == "str":
-        return text
-    if not text:
-        return None
-    return int(text) if kind.startswith("int") else float(text)
+    return tables.read(Row, path, "python -m cute_kernels bench --out")
 
 
 def limit(rows: list[Row]) -> float:
