@@ -104,7 +104,7 @@ def write(rows: list[Row], folder: Path) -> list[Path]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="CSV file of `cute-kernels bench --out`")
+    parser.add_argument("results", type=Path, help="CSV file of `python -m cute_kernels bench --out`")
     parser.add_argument("--out", type=Path, help="folder (default: the file's)")
     chosen = parser.parse_args(arguments)
     try:

@@ -4,7 +4,7 @@
 
 `make docs` writes the same page. Every case above its bar, or slower than the peer, needs a line in `causes.csv` beside the results
 (columns pattern, cause; pattern is a regular expression over "operation family case"); without it the page is refused, but for --draft.
-`notes.md` beside them, where there is one, says what the figures do not speak of.
+`stale.csv` (pattern, since), where there is one, names the cases whose kernels have changed since the run: their figures are marked.
 """
 
 from __future__ import annotations
@@ -73,6 +73,33 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
+def rules(path: Path) -> list[tuple[str, str]]:
+    """(pattern, text) lines of a file beside the results, none without the file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [(pattern, text) for pattern, text in list(csv.reader(file))[1:]]
+
+
+def rule(known: Sequence[tuple[str, str]], key: tuple[str, str, str]) -> str | None:
+    """The text of the first pattern that a case's "operation family case" matches."""
+    return next((text for pattern, text in known if re.search(pattern, " ".join(key))), None)
+
+
+class Marks:
+    """Which cases' kernels have changed since they were measured, by the rules of `stale.csv`."""
+
+    def __init__(self, known: Sequence[tuple[str, str]]) -> None:
+        self.known = known
+
+    def __call__(self, key: tuple[str, str, str], text: str) -> str:
+        """The text of a figure, marked where it is not of today's kernel."""
+        return text if rule(self.known, key) is None else f"{text}†"
+
+    def explained(self) -> str:
+        return "".join(f"\n\n† {text}" for text in dict.fromkeys(text for _, text in self.known))
+
+
 def figure(value: float | None) -> str:
     if value is None:
         return "–"
@@ -106,7 +133,7 @@ def sglang(row: Row) -> float | None:
     return SGLANG.get(f"{NAMES[match[1]]} {plain}") if row.operation == "qkv_insert" and match else None
 
 
-def measured(rows: Sequence[Row]) -> str:
+def measured(rows: Sequence[Row], marks: Marks) -> str:
     """Every case: those with a bar first in each group, the formats of one case in one line."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -128,7 +155,7 @@ def measured(rows: Sequence[Row]) -> str:
                 title,
                 shape,
                 " / ".join(v for v in variants if v) or "–",
-                " / ".join(figure(r.microseconds) if r.microseconds else "failed" for r in mine),
+                " / ".join(marks(r.key, figure(r.microseconds)) if r.microseconds else "failed" for r in mine),
                 figure(bar),
                 "–" if not met else "yes" if met == {"yes"} else "**no**",
                 " / ".join("–" if r.percent_of_limit is None else f"{r.percent_of_limit:.0f}%" for r in mine),
@@ -155,19 +182,15 @@ def aim(row: Row) -> float | None:
 
 def causes(rows: Sequence[Row], path: Path, draft: bool) -> str:
     """Each miss, of the bar or of the peer's time, with its cause; `Unexplained` names those without one."""
-    known: list[tuple[str, str]] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            known = [(line["pattern"], line["cause"]) for line in csv.DictReader(file)]
+    known = rules(path)
     grouped: dict[str, list[Row]] = {}
     unknown = []
     for row in rows:
         if row.met != "no" and not (row.ratio and row.ratio < 1):
             continue
-        label = " ".join(row.key)
-        cause = next((text for pattern, text in known if re.search(pattern, label)), None)
+        cause = rule(known, row.key)
         if cause is None:
-            unknown.append(label)
+            unknown.append(" ".join(row.key))
         grouped.setdefault(cause or "no cause written down", []).append(row)
     if unknown and not draft:
         raise Unexplained(
@@ -185,7 +208,7 @@ def causes(rows: Sequence[Row], path: Path, draft: bool) -> str:
     return "\n".join(text)
 
 
-def counted(rows: Sequence[Row], path: Path) -> str:
+def counted(rows: Sequence[Row], path: Path, marks: Marks) -> str:
     """What the profiler counted, where a file of it lies beside the results."""
     if not path.exists():
         return ""
@@ -198,7 +221,7 @@ def counted(rows: Sequence[Row], path: Path) -> str:
                 f"{c.operation}: {c.kernel}" if c.operation != c.kernel else c.operation,
                 c.family,
                 c.case,
-                figure(c.microseconds),
+                marks((c.kernel, c.family, c.case), figure(c.microseconds)),
                 f"{c.dram_bytes / 1e6:.1f}{f' of {needed / 1e6:.1f}' if needed else ''}",
                 f"{c.dram_percent:.0f}%",
                 f"{c.issue_percent:.0f}%",
@@ -229,7 +252,7 @@ the peak over the launch. Stores still in the L2 cache when a launch ends are no
 """
 
 
-def predicted(rows: Sequence[Prediction], measured_rows: Sequence[Row]) -> str:
+def predicted(rows: Sequence[Prediction], measured_rows: Sequence[Row], marks: Marks) -> str:
     """The chapter on Blackwell: limits, arithmetic, one line for each kernel, faults, and the same arithmetic checked on the H200."""
     blackwell = [r for r in rows if not r.target.endswith("sm_90a")]
     machines = [(m.name, m.sms, f"{m.clock / 1e9:.3g}", f"{m.dram / 1e12:.3g}", m.source) for m in predict.MACHINES.values()]
@@ -278,9 +301,11 @@ def predicted(rows: Sequence[Prediction], measured_rows: Sequence[Row]) -> str:
     checked = []
     for r in rows:
         family, _, arch = r.target.partition(":")
-        time = times.get((r.operation, family, r.case))
+        key = (r.operation, family, r.case)
+        time = times.get(key)
         if arch == "sm_90a" and time:
-            checked.append((r.operation, family, r.case, figure(r.expected_us), r.binds, figure(time), f"{time / r.expected_us:.2f}"))
+            ratio = f"{time / r.expected_us:.2f}"
+            checked.append((*key, figure(r.expected_us), r.binds, marks(key, figure(time)), ratio))
     return f"""\
 {table(("GPU", "SMs", "GHz", "DRAM TB/s, nominal", "source"), machines)}
 
@@ -324,7 +349,7 @@ def page(path: Path, prediction: Path = PREDICTION, draft: bool = False) -> str:
         for name, text in (("roofline.svg", "Percent of the limit by bytes moved"), ("speedup.svg", "Speed-up over vLLM"))
         if (folder / name).exists()
     )
-    notes = "\n\n" + (folder / "notes.md").read_text().strip() if (folder / "notes.md").exists() else ""
+    marks = Marks(rules(folder / "stale.csv"))
     return f"""\
 # Performance
 
@@ -342,16 +367,16 @@ reference before the timing and, after fresh poison, behind it. In this run an e
 {cases.BAR_LIMIT / 1e12:.2f} TB/s; the column shows them at this run's limit. A bar is met where the time is below it, and below vLLM's
 where vLLM ran the same work beside it. SGLang's figures are of an earlier run on another H200.
 
-{met} of {len(judged)} cases with a bar meet it.{notes}
+{met} of {len(judged)} cases with a bar meet it.{marks.explained()}
 
-{measured(rows)}
+{measured(rows, marks)}
 
 {pictures}
 
 ### Above the bar or slower than vLLM, and why
 
 {causes(rows, folder / "causes.csv", draft)}
-{counted(rows, folder / "counters.csv")}
+{counted(rows, folder / "counters.csv", marks)}
 ### Host time of one eager call
 
 `bound`: through `bind`, with the tensors that change; `unbound`: the public call with every argument.
@@ -362,12 +387,12 @@ where vLLM ran the same work beside it. SGLang's figures are of an earlier run o
 
 Nothing of this library has run on Blackwell. What follows is arithmetic of `python -m benchmarks.predict --out docs/prediction.csv`.
 
-{predicted(predict.read(prediction), rows)}"""
+{predicted(predict.read(prediction), rows, marks)}"""
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="?", help="CSV file of `cute-kernels bench --out`")
+    parser.add_argument("results", type=Path, nargs="?", help="CSV file of `python -m cute_kernels bench --out`")
     parser.add_argument("--prediction", type=Path, default=PREDICTION)
     parser.add_argument("--draft", action="store_true", help="also with misses that have no cause")
     parser.add_argument("--out", type=Path, default=PAGE, help="default docs/performance.md")

@@ -66,4 +66,4 @@ def limit(rows: list[Row]) -> float:
     for row in rows:
         if row.operation == MACHINE and row.terabytes_per_second:
             return row.terabytes_per_second * 1e12
-    raise InvalidArgument("results", "no row of the machine's limit", "one, as `cute-kernels bench` writes it first")
+    raise InvalidArgument("results", "no row of the machine's limit", "one, as `python -m cute_kernels bench` writes it first")

@@ -132,9 +132,18 @@ def test_counters_beside_the_results_are_shown(record: Path) -> None:
     assert "| 6.10 | 6.2 of 6.3 | 24% | 31% |" in line
 
 
+def test_figures_of_kernels_that_have_changed_since_are_marked(record: Path) -> None:
+    fresh = report.page(record / "bench.csv", record / "prediction.csv", draft=True)
+    (record / "stale.csv").write_text('pattern,since\n^compress_store sm120,"another plan, since the run"\n^qkv_insert,a new writer\n')
+    marked = report.page(record / "bench.csv", record / "prediction.csv", draft=True)
+    assert "†" not in fresh and marked.count("\n† ") == 2 and "† another plan, since the run\n" in marked
+    assert "5.41 / 3.50†" in marked and "271†" in marked
+    assert next(x for x in marked.splitlines() if "271†" in x and x.endswith("| 1.77 |"))
+
+
 def test_every_case_has_a_line_of_the_table(record: Path) -> None:
     found = [Row(c.operation, c.family, c.name, 1.0, 1.0, 1, 1.0, 1.0) for c in cases.cases()]
-    text = report.measured([*rows()[:1], *found])
+    text = report.measured([*rows()[:1], *found], report.Marks([]))
     titles = {report.kind(row)[:2] for row in found}
     assert len(text.splitlines()) == 2 + len(titles)
     known = [report.sglang(row) for row in found]
@@ -212,6 +221,10 @@ def test_counters_are_read_and_belong_to_their_cases(tmp_path: Path) -> None:
     assert found[0].waits == "long_scoreboard 75%" and found[1].waits == "" and found[1].microseconds == 0
     counters.write(found, tmp_path / "c.csv")
     again = counters.read(tmp_path / "c.csv")
+    (tmp_path / "other.csv").write_text("operation,family\na,b\n")
+    for read in (counters.read, predict.read, results.read):
+        with pytest.raises(InvalidArgument, match="columns"):
+            read(tmp_path / "other.csv")
     assert again[0].dram_bytes == 6206208 and again[0].case == found[0].case and again[0].microseconds == 5.41
     with pytest.raises(counters.NoCounters, match="2 launches, 1 were expected"):
         counters.counters(chosen[:1], launches)
