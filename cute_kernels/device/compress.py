@@ -53,7 +53,7 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Compile-time shape of the work. All numbers but `slots` are powers of two.
+    """Compile-time shape of the work. All numbers but `slots` and `deal` are powers of two.
 
     ratio          4 or 128
     vector         fp32 numbers of a thread's access to a state row that is saved: 4 or 8
@@ -63,8 +63,7 @@ class Plan:
     savers         saving warps
     save_rows      rows whose loads a saving thread has in flight together
     unit           consecutive rows that are dealt together
-    deal           blocks over which neighbouring units are dealt, and how many there are when each has `least` rows or more
-    least          rows of a block, at least
+    deal           blocks over which neighbouring units are dealt, and the most there are
     resident       blocks that should fit on an SM at once: bounds the registers
     """
 
@@ -77,7 +76,6 @@ class Plan:
     save_rows: int
     unit: int
     deal: int
-    least: int
     resident: int
 
     @property
@@ -108,14 +106,14 @@ class Plan:
 
     def rows_of(self, row_count: Int32) -> Int32:
         """Rows that a block takes (host): the same for all, so that `deal` blocks are enough; a multiple of `unit`."""
-        return cutlass.max((row_count + (self.deal * self.least - 1)) // (self.deal * self.least), 1) * self.least
+        stretch = self.deal * self.unit
+        return cutlass.max((row_count + (stretch - 1)) // stretch, 1) * self.unit
 
     def row_of(self, block: Int32, i: Int32) -> Int32:
-        """The row that a block takes as its i-th. Of every `deal` units, block j takes one; which one shifts, so that a block's units fall
+        """The row that a block takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
         on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different blocks."""
         turn = i // self.unit
-        shift = turn // max(1, self.ratio // self.unit // self.deal)
-        return (turn * self.deal + (block + shift) % self.deal) * self.unit + i % self.unit
+        return (turn * self.deal + (block + turn) % self.deal) * self.unit + i % self.unit
 
     def blocks(self, row_count: Int32) -> Int32:
         """Blocks for a step of `row_count` rows (host)."""
@@ -132,11 +130,11 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
     if spec.ratio == 4:
         return Plan(
             ratio=4, vector=vector, groups=1, batch=8, slots=3, savers=4, save_rows=2,
-            unit=1, deal=528 if every_row else 264, least=1, resident=2,
+            unit=1, deal=528 if every_row else 264, resident=2,
         )  # fmt: skip
     return Plan(
         ratio=128, vector=vector, groups=2, batch=4, slots=2, savers=8 if every_row else 4, save_rows=2,
-        unit=4, deal=128, least=4, resident=1,
+        unit=4, deal=128, resident=1,
     )  # fmt: skip
 
 
@@ -207,6 +205,10 @@ class CompressKernel:
         limit = cutlass.min(memory.extent(mA.state_slots), memory.extent(mA.positions))
         return cutlass.min(limit, cutlass.min(memory.extent(mA.token_to_req), memory.extent(mA.kv_slots)))
 
+    def is_real(self, mA: Arguments, slot: Int64, position: Int64, request: Int32) -> Boolean:
+        """Whether a row of these is none of the padding."""
+        return (slot >= 0) & (position >= 0) & memory.in_range(request, memory.extent(mA.state_block_table))
+
     # Finding windows
 
     @cute.jit
@@ -225,9 +227,9 @@ class CompressKernel:
             if (start + lane < rows) & (t < limit):
                 slot, place = Int64(mA.state_slots[t]), Int64(mA.positions[t])
                 request, wide = Int32(mA.token_to_req[t]), Int64(mA.kv_slots[t])
-                real = (slot >= 0) & (place >= 0) & memory.in_range(request, memory.extent(mA.state_block_table))
                 last = (place & (plan.ratio - 1)) == plan.ratio - 1
-                closes = real & last & (place < memory.extent(mA.cos_sin)) & memory.in_range(wide, capacity)
+                closes = self.is_real(mA, slot, place, request) & last
+                closes = closes & (place < memory.extent(mA.cos_sin)) & memory.in_range(wide, capacity)
                 position, target = Int32(place), Int32(wide)
             mask = Int32(cute.arch.vote_ballot_sync(closes))
             count = cute.arch.popc(mask)
@@ -423,8 +425,7 @@ class CompressKernel:
             target, place = Int64(0), Int32(0)
             if (start + lane < rows) & (t < limit):
                 slot, position, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
-                real = (slot >= 0) & (position >= 0) & memory.in_range(request, memory.extent(mA.state_block_table))
-                if real & (slot < Int64(mA.state.shape[0]) * Int64(mA.state.shape[1])):
+                if self.is_real(mA, slot, position, request) & (slot < Int64(mA.state.shape[0]) * Int64(mA.state.shape[1])):
                     saved = Boolean(True)
                     if cutlass.const_expr(mA.seq_lens is not None):
                         saved = self.is_saved(mA, Int64(Int32(position)), Int64(mA.seq_lens[request]))

@@ -26,7 +26,7 @@ def plans() -> list:
 
 def rows_of(plan, count: int) -> int:
     """`Plan.rows_of` in Python's integers."""
-    return max(-(-count // (plan.deal * plan.least)), 1) * plan.least
+    return max(-(-count // (plan.deal * plan.unit)), 1) * plan.unit
 
 
 def blocks(plan, count: int) -> int:
@@ -64,5 +64,4 @@ def test_sizes_agree(plan) -> None:
     """What the kernel divides leaves no rest."""
     stage = plan.groups * plan.batch
     assert plan.window % stage == 0 and min(32, plan.window) % stage == 0
-    assert plan.least % plan.unit == 0
     assert 1 <= plan.slots <= plan.pooling and plan.threads <= 1024

@@ -10,7 +10,7 @@ import torch
 from cute_kernels import ops
 from cute_kernels.indices import IdSource
 from cute_kernels.save_policy import SavePolicy
-from cute_kernels.target import Target
+from cute_kernels.target import Target, all_targets
 from ptx_emulator.device import Settings
 from tests.emulator.emulated import emulated
 from tests.support.compress import make_compress_case
@@ -21,6 +21,7 @@ from tests.support.insert import check_insert, make_insert_case
 from tests.support.steps import Request, mix
 
 Run = Callable[[str, Settings], str]
+TARGETS = tuple(str(t) if t.gpu_arch == "sm_90a" else t.gpu_arch for t in all_targets())
 
 
 def _device(target: Target, given: Settings) -> Any:
