@@ -350,6 +350,7 @@ def page(path: Path, prediction: Path = PREDICTION, draft: bool = False) -> str:
         if (folder / name).exists()
     )
     marks = Marks(rules(folder / "stale.csv"))
+    backing = f"\nThe runs behind these causes: [variants.txt]({where}/variants.txt).\n" if (folder / "variants.txt").exists() else ""
     return f"""\
 # Performance
 
@@ -376,7 +377,7 @@ where vLLM ran the same work beside it. SGLang's figures are of an earlier run o
 ### Above the bar or slower than vLLM, and why
 
 {causes(rows, folder / "causes.csv", draft)}
-{counted(rows, folder / "counters.csv", marks)}
+{backing}{counted(rows, folder / "counters.csv", marks)}
 ### Host time of one eager call
 
 `bound`: through `bind`, with the tensors that change; `unbound`: the public call with every argument.
