@@ -3,7 +3,7 @@
     python -m benchmarks.counters [--only REGEX] [--out counters.csv]      default: the cases that have a bar
 
 Runs itself under `ncu`, launches every case once with caches flushed and clocks as they are, and reads: time, bytes from and to DRAM and
-the share of its peak, warp instructions and the share of issue slots they take, the busiest memory pipe, resident warps, and what warps
+the share of its peak, warp instructions and the share of issue slots they take, the share of LSU and L2, resident warps, and what warps
 wait for most. Needs a GPU and the right to read its counters.
 """
 

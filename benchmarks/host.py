@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from benchmarks import serving
+from benchmarks.calls import Call
+from benchmarks.cases import READ
 from cute_kernels import ops
 from cute_kernels.compile import loader
 from cute_kernels.compile.spec import KernelSpec
-from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target
 
 CALLS, BATCHES, ROUNDS = 100, 10, 8
@@ -67,29 +68,22 @@ def microseconds(*calls: Callable[[], object]) -> list[float]:
     return [statistics.median(found) / CALLS * 1e6 for found in times]
 
 
-def named(call: Callable[..., Any], inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
-    """Arguments by name."""
-    positional, keywords = inputs
-    names = call.__code__.co_varnames
-    return {**dict(zip(names, positional, strict=False)), **keywords}
-
-
 def cases() -> Iterator[Case]:
     """The five operations on a decode step (`convert_indices`, `gather_upconvert`: on as many rows), outputs given and not."""
     step = serving.decode(TOKENS, 0)
     for family, kv_format in (("sm100", "fp8"), ("sm120", "fp8_ds_mla")):
-        options: dict[str, Any] = {"ratio": 4, "kv_format": kv_format, "save": SavePolicy(prefix_stride=256)}
-        a = named(ops.compress_store, serving.compress_arguments(step, **options))
+        options: dict[str, Any] = {"ratio": 4, "kv_format": kv_format, "save": READ}
+        a = Call.of("compress_store", *serving.compress_arguments(step, **options)).arguments
         yield Case("compress_store", f"ratio 4 {kv_format}", family, a, ("kv_score", "positions", "state_slots", "kv_slots"))
-        a = named(ops.sparse_indices, serving.index_arguments(step, k=512, family=family))
+        a = Call.of("sparse_indices", *serving.index_arguments(step, k=512, family=family)).arguments
         a["slots"] = a["positions"].clone()
         yield Case("sparse_indices", "own tables", family, a, ("ids", "positions", "slots"))
         yield Case("sparse_indices", "new tables", family, {**a, "out": None}, ("ids", "positions", "slots"))
         dtype = torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16
-        a = named(ops.qkv_insert, serving.insert_arguments(step, heads=8, kv_format=kv_format, q_dtype=dtype))
+        a = Call.of("qkv_insert", *serving.insert_arguments(step, heads=8, kv_format=kv_format, q_dtype=dtype)).arguments
         yield Case("qkv_insert", f"{kv_format} own q", family, a, ("q", "kv", "slots", "positions"))
         yield Case("qkv_insert", f"{kv_format} new q", family, {**a, "out": None}, ("q", "kv", "slots", "positions"))
-    a = named(ops.gather_upconvert, serving.gather_arguments(serving.prefill(TOKENS, 4), kv_format="fp8_inline"))
+    a = Call.of("gather_upconvert", *serving.gather_arguments(serving.prefill(TOKENS, 4), kv_format="fp8_inline")).arguments
     yield Case("gather_upconvert", "fp8_inline", "sm100", a, ("block_table", "workspace_starts", "seq_starts"))
     ids = torch.randint(0, 512, (TOKENS, 512), dtype=torch.int32, device="cuda")
     rows, table = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (TOKENS, 64))

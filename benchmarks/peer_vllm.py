@@ -18,6 +18,7 @@ from benchmarks.calls import Call
 from benchmarks.checking import Judge, Mismatch
 from cute_kernels.errors import CuteKernelsError
 from cute_kernels.kv_format import WINDOW, format_of
+from cute_kernels.launching import reference_call
 from cute_kernels.save_policy import SavePolicy
 
 LIBRARY = Path.home() / "vllm_ops.so"
@@ -130,7 +131,7 @@ class Vllm:
         decode = rows == requests
         starts = torch.searchsorted(owner, torch.arange(requests + 1, device=device, dtype=torch.int32)).int()
         segments = Call(call.operation, {k: v for k, v in a.items() if k != "out"})
-        slots = _reference_tables(segments, "segments").window
+        slots = reference_call(segments.operation, segments.arguments, form="segments").window
         nothing = torch.empty(0, ids.shape[1], dtype=torch.int32, device=device)
         options: dict[str, Any] = {
             "decode_swa_indices": slots if decode else slots[:0],
@@ -159,7 +160,7 @@ class Vllm:
             return build(**options)
 
         def check() -> None:
-            want = _reference_tables(segments, "combined")
+            want = reference_call(segments.operation, segments.arguments, form="combined")
             table, lengths = launch()
             if not torch.equal(table.sort(dim=1).values, want.table.sort(dim=1).values):  # the order within a part is its own
                 raise Mismatch("vLLM's index table has other entries than the reference's")
@@ -221,16 +222,10 @@ def _checked(call: Call, family: str, launch: Callable[[], Any]) -> Callable[[],
     return check
 
 
-def _reference_tables(call: Call, form: str) -> Any:
-    from cute_kernels.launching import reference_call
-
-    return reference_call(call.operation, call.arguments, form=form)
-
-
-def _load(library: Path) -> bool:
-    """Makes the CUDA operations known to torch; False is never returned."""
+def _load(library: Path) -> None:
+    """Makes the CUDA operations known to torch."""
     if _find("fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert") is not None:
-        return True
+        return
     try:
         if library.exists():
             torch.ops.load_library(str(library))
@@ -238,7 +233,6 @@ def _load(library: Path) -> bool:
             importlib.import_module("vllm._C_stable_libtorch")
     except (ImportError, OSError) as error:
         raise PeerUnavailable(f"vLLM's CUDA operations cannot be loaded: no {library}, and {error}") from error
-    return True
 
 
 def _find(name: str) -> Any:

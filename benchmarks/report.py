@@ -158,8 +158,8 @@ def measured(rows: Sequence[Row], marks: Marks) -> str:
                 " / ".join(marks(r.key, figure(r.microseconds)) if r.microseconds else "failed" for r in mine),
                 figure(bar),
                 "–" if not met else "yes" if met == {"yes"} else "**no**",
-                " / ".join("–" if r.percent_of_limit is None else f"{r.percent_of_limit:.0f}%" for r in mine),
-                cells(lambda r: r.cold_microseconds),
+                " / ".join("–" if r.percent_of_limit is None else marks(r.key, f"{r.percent_of_limit:.0f}%") for r in mine),
+                " / ".join(marks(r.key, figure(r.cold_microseconds)) if r.cold_microseconds else "–" for r in mine),
                 cells(lambda r: r.peer_microseconds) if peer else "–",
                 figure(sglang(mine[0])),
             )
@@ -180,7 +180,7 @@ def aim(row: Row) -> float | None:
     return min((t for t in (row.scaled_bar_microseconds, row.peer_microseconds) if t is not None), default=None)
 
 
-def causes(rows: Sequence[Row], path: Path, draft: bool) -> str:
+def causes(rows: Sequence[Row], path: Path, draft: bool, marks: Marks) -> str:
     """Each miss, of the bar or of the peer's time, with its cause; `Unexplained` names those without one."""
     known = rules(path)
     grouped: dict[str, list[Row]] = {}
@@ -201,9 +201,7 @@ def causes(rows: Sequence[Row], path: Path, draft: bool) -> str:
         return "Every bar is met."
     text = []
     for cause, mine in grouped.items():
-        names = "; ".join(
-            f"{' '.join(n for n in r.key if n)}: {figure(r.microseconds)} of {figure(r.scaled_bar_microseconds)}" for r in mine
-        )
+        names = "; ".join(f"{' '.join(n for n in r.key if n)}: {marks(r.key, figure(r.microseconds))} of {figure(aim(r))}" for r in mine)
         text.append(f"* {cause}\n  ({names})")
     return "\n".join(text)
 
@@ -350,6 +348,8 @@ def page(path: Path, prediction: Path = PREDICTION, draft: bool = False) -> str:
         if (folder / name).exists()
     )
     marks = Marks(rules(folder / "stale.csv"))
+    changed = sum(r.met == "yes" and bool(marks(r.key, "")) for r in judged)
+    past = f", {changed} of them by a kernel that has changed since" if changed else ""
     backing = f"\nThe runs behind these causes: [variants.txt]({where}/variants.txt).\n" if (folder / "variants.txt").exists() else ""
     return f"""\
 # Performance
@@ -366,9 +366,10 @@ launches; the cold column rotates through as many sets as make up three times th
 reference before the timing and, after fresh poison, behind it. In this run an elementwise add over 2 GiB reached
 {limit / 1e12:.2f} TB/s, the limit that shares refer to, and an empty graph node took {figure(empty)} µs. Bars were set at
 {cases.BAR_LIMIT / 1e12:.2f} TB/s; the column shows them at this run's limit. A bar is met where the time is below it, and below vLLM's
-where vLLM ran the same work beside it. SGLang's figures are of an earlier run on another H200.
+where vLLM ran the same work beside it. SGLang's figures are of a run on another H200 by the same
+method, which no command here repeats.
 
-{met} of {len(judged)} cases with a bar meet it.{marks.explained()}
+{met} of {len(judged)} cases with a bar meet it{past}.{marks.explained()}
 
 {measured(rows, marks)}
 
@@ -376,7 +377,7 @@ where vLLM ran the same work beside it. SGLang's figures are of an earlier run o
 
 ### Above the bar or slower than vLLM, and why
 
-{causes(rows, folder / "causes.csv", draft)}
+{causes(rows, folder / "causes.csv", draft, marks)}
 {backing}{counted(rows, folder / "counters.csv", marks)}
 ### Host time of one eager call
 

@@ -51,7 +51,7 @@ def make_step(requests: tuple[tuple[int, int], ...], padding: int = 0) -> Step:
     return Step(requests, positions.to(DEVICE), owner.int().to(DEVICE), padding)
 
 
-def _tables(step: Step, first: list[int], last: list[int], rows: int) -> tuple[torch.Tensor, int]:
+def _tables(step: Step, first: list[int], last: list[int]) -> tuple[torch.Tensor, int]:
     """A block table in which blocks first..last of each request are its own, in random order, and the rest points anywhere."""
     counts = [b - a + 1 for a, b in zip(first, last, strict=True)]
     total = max(sum(counts), 1)
@@ -78,10 +78,10 @@ def compress_arguments(
     width = 1024 if ratio == 4 else 512
     state_rows, page_rows = (4 if ratio == 4 else 8), 256 // ratio
     first = [max(0, s - ratio - overlap(ratio)) // state_rows for s, _ in requests]
-    state_table, blocks = _tables(step, first, [(s + n - 1) // state_rows for s, n in requests], state_rows)
+    state_table, blocks = _tables(step, first, [(s + n - 1) // state_rows for s, n in requests])
     entries = step.positions // ratio
     kv_table, pages = _tables(
-        step, [s // ratio // page_rows for s, _ in requests], [(s + n - 1) // ratio // page_rows for s, n in requests], page_rows
+        step, [s // ratio // page_rows for s, _ in requests], [(s + n - 1) // ratio // page_rows for s, n in requests]
     )
     closing = (step.positions + 1) % ratio == 0
     kv_slots = torch.where(closing, _slots(step, kv_table, entries, page_rows), -1)
@@ -141,9 +141,9 @@ def index_arguments(
     """(args, kwargs) of `sparse_indices` with k valid local ids a row in random order, into the caller's tables."""
     step = make_step(requests)
     last = [s + n - 1 for s, n in requests]
-    window_table, window_pages = _tables(step, [0] * len(last), [p // WINDOW_PAGE for p in last], WINDOW_PAGE)
+    window_table, window_pages = _tables(step, [0] * len(last), [p // WINDOW_PAGE for p in last])
     page_rows = 256 // ratio
-    compressed_table, pages = _tables(step, [0] * len(last), [p // ratio // page_rows for p in last], page_rows)
+    compressed_table, pages = _tables(step, [0] * len(last), [p // ratio // page_rows for p in last])
     visible = (step.positions + 1) // ratio
     ids = torch.full((step.rows, k), -1, dtype=torch.int32, device=DEVICE)
     for begin in range(0, step.rows, 4096):  # a random subset of the visible entries, valid ones first
@@ -181,7 +181,7 @@ def insert_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of `qkv_insert` with as many padded heads as real ones, into the caller's buffer."""
     step = make_step(requests)
-    table, pages = _tables(step, [s // WINDOW_PAGE for s, _ in requests], [(s + n - 1) // WINDOW_PAGE for s, n in requests], WINDOW_PAGE)
+    table, pages = _tables(step, [s // WINDOW_PAGE for s, _ in requests], [(s + n - 1) // WINDOW_PAGE for s, n in requests])
     fmt = FORMATS[kv_format]
     stride = -(-WINDOW_PAGE * fmt.row_bytes // 576) * 576 if fmt.packed else WINDOW_PAGE * fmt.row_elements
     cache = torch.empty(pages * stride, dtype=fmt.dtype, device=DEVICE).as_strided(
@@ -209,7 +209,7 @@ def insert_bytes(rows: int, *, heads: int, kv_format: str, q_bytes: int = 2) -> 
 def gather_arguments(requests: tuple[tuple[int, int], ...], *, kv_format: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) of `gather_upconvert`: each request's rows from its first position on, into the caller's workspace."""
     step = make_step(requests)
-    table, pages = _tables(step, [s // WINDOW_PAGE for s, _ in requests], [(s + n - 1) // WINDOW_PAGE for s, n in requests], WINDOW_PAGE)
+    table, pages = _tables(step, [s // WINDOW_PAGE for s, _ in requests], [(s + n - 1) // WINDOW_PAGE for s, n in requests])
     row = 656 if kv_format == "fp8_inline" else FORMATS[kv_format].row_bytes
     cache = torch.randint(0, 120, (pages, WINDOW_PAGE, row), dtype=torch.uint8, device=DEVICE)
     starts = torch.tensor([0, *(n for _, n in requests)], device=DEVICE).cumsum(0)[:-1].int()
@@ -227,7 +227,7 @@ def convert_arguments(requests: tuple[tuple[int, int], ...], *, k: int, compact:
     """(args, kwargs) of `convert_indices` with k local ids a row, one in eight of them absent, into the caller's buffers."""
     step = make_step(requests)
     last = [s + n - 1 for s, n in requests]
-    table, pages = _tables(step, [0] * len(last), [p // WINDOW_PAGE for p in last], WINDOW_PAGE)
+    table, pages = _tables(step, [0] * len(last), [p // WINDOW_PAGE for p in last])
     ids = (torch.rand(step.rows, k, device=DEVICE) * (step.positions[:, None] + 1)).int()
     ids[torch.rand(step.rows, k, device=DEVICE) < 0.125] = -1
     options: dict[str, Any] = {"page_rows": WINDOW_PAGE, "pages": pages, "return_counts": compact, "out": torch.empty_like(ids)}

@@ -93,13 +93,13 @@ VALIDATE = Variable(
 )
 
 VARIABLES: tuple[Variable, ...] = (CACHE_DIR, CACHE_MAX_MB, LOCK_TIMEOUT, PACKS, FREEZE, VALIDATE)
-_DSL = ("COMPILER_OPT", "COMPILER_BACKEND", "LINEINFO", "DEBUG", "ENABLE_ASSERTIONS", "ENABLE_PYIR", "AUTO_M2S")
+DSL_SETTINGS = ("COMPILER_OPT", "COMPILER_BACKEND", "LINEINFO", "DEBUG", "ENABLE_ASSERTIONS", "ENABLE_PYIR", "AUTO_M2S")
 # Variables of others that count here, with what they do.
 OTHERS: tuple[tuple[str, str], ...] = (
     ("`CC`", "C compiler that links compiled kernels into shared libraries. Default: `cc`, else `gcc`, else `clang`."),
     ("`CUTE_DSL_LIBS`", "Where CuTe DSL's runtime library is looked for first; else in its package."),
     (
-        ", ".join(f"`CUTE_DSL_{name}`" for name in _DSL),
+        ", ".join(f"`CUTE_DSL_{name}`" for name in DSL_SETTINGS),
         "Settings of CuTe DSL that change the code it generates: where they are set, they are part of every key.",
     ),
     ("`CUTE_DSL_ARCH`", "Has no effect: a spec names its architecture. Set for the length of a compile, and put back."),

@@ -503,7 +503,7 @@ def bind(call: Callable[..., Any], **kept: Any) -> Callable[..., Any]:
     Weights, tables, caches and step buffers that keep their address are checked and converted here; the result takes the
     remaining arguments by name. A tensor bound here must not be reallocated; its contents may change.
     """
-    known = (compress_store, sparse_indices, qkv_insert, gather_upconvert, convert_indices, decode)
+    known = (*_OPERATIONS, decode)
     if call not in known:
         raise InvalidArgument("call", getattr(call, "__name__", repr(call)), "one of " + ", ".join(k.__name__ for k in known))
     return Bound(call, _OPERATIONS.get(call), kept).call  # a method: calling an object takes longer

@@ -35,11 +35,6 @@ def pages() -> dict[str, str]:
     }
 
 
-def table(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
-
-
 def page_sizes() -> str:
     """Page bytes by part and format: exact, and as padded by engines that align every page."""
     rows: list[tuple[object, ...]] = []
@@ -58,7 +53,7 @@ def page_sizes() -> str:
         page = PoolPlan.of(ratios, PACKED, index_keys=None).page(0, part)
         rows.append((part if ratios[0] == 0 else f"{part}, ratio {ratios[0]}", page.rows, *cells))
     head = ("page", "rows", *(f"{f.name}, {a}" for f in FORMATS.values() for a in ("32", "576" if f.packed else "512")))
-    return table(head, rows)
+    return report.table(head, rows)
 
 
 def waste() -> str:
@@ -69,7 +64,7 @@ def waste() -> str:
             shares = [f"{100 * g.waste_bytes / plan.block_bytes:.1f}%" for g in plan.groups.values()]
             rows.append((model, fmt.name, f"{plan.block_bytes:,}", *shares))
     groups = PoolPlan.of(MODELS["V4-Flash"], PACKED).groups
-    return table(("model", "rows", "block bytes", *groups), rows)
+    return report.table(("model", "rows", "block bytes", *groups), rows)
 
 
 def fuller() -> PoolPlan:
@@ -82,7 +77,7 @@ def index_keys() -> str:
     rows: list[tuple[object, ...]] = [
         (f"`{name}`", keys.data_bytes, keys.footer_bytes, keys.row_bytes, 64 * keys.row_bytes) for name, keys in INDEX_KEYS.items()
     ]
-    return table(("`index_keys`", "data bytes", "footer bytes", "row bytes", "page of 64 rows"), rows)
+    return report.table(("`index_keys`", "data bytes", "footer bytes", "row bytes", "page of 64 rows"), rows)
 
 
 def kv_layout() -> str:

@@ -15,6 +15,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
+from cute_kernels import env
 from cute_kernels.errors import CompileError
 
 # Options of every compile, besides --gpu-arch. -fmad=false makes the PTX the exact meaning of a kernel.
@@ -22,8 +23,6 @@ OPTIONS = ("--enable-tvm-ffi", "--ptxas-options=-fmad=false")
 # Host code is compiled for the oldest CPU of the machine's kind, as (LLVM's CPU name, features): left alone the DSL uses all that the
 # building machine has, and a pack or a shared cache would crash on an older one.
 _HOST_CPUS = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
-# Settings of the DSL itself that change the code it generates; they count as options where a user has set them.
-_DSL_SETTINGS = ("COMPILER_OPT", "COMPILER_BACKEND", "LINEINFO", "DEBUG", "ENABLE_ASSERTIONS", "ENABLE_PYIR", "AUTO_M2S")
 # Modules a kernel may import that put nothing into its code.
 _HOST_ONLY = ("cute_kernels", "cute_kernels.errors", "cute_kernels.env", "cute_kernels.compile")
 
@@ -38,7 +37,7 @@ def host_cpu() -> tuple[str, str]:
 
 def compile_options() -> tuple[str, ...]:
     """The options of a compile in this process, `--gpu-arch` excepted, and the CPU that host code is for."""
-    settings = [f"CUTE_DSL_{name}={os.environ[f'CUTE_DSL_{name}']}" for name in _DSL_SETTINGS if os.environ.get(f"CUTE_DSL_{name}")]
+    settings = [f"CUTE_DSL_{name}={os.environ[f'CUTE_DSL_{name}']}" for name in env.DSL_SETTINGS if os.environ.get(f"CUTE_DSL_{name}")]
     return (*OPTIONS, f"host={' '.join(host_cpu())}", *settings)
 
 

@@ -123,7 +123,7 @@ class Plan:
 def plan_of(spec: CompressStoreSpec) -> Plan:
     """Tuning, the same for both families: at most 99 KB of shared memory a block, and no clusters.
 
-    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: groups of threads pool alternate rows of a stage.
+    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: each group of threads pools its rows of a stage.
     Where every row is saved, blocks take fewer rows, or have more warps that save.
     """
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
@@ -329,9 +329,6 @@ class CompressKernel:
                     rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, n % ring.slots]
                     rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, n % ring.slots]
             partial = pooling.Partial.empty(COLUMNS)
-            if cutlass.const_expr(stages > 1):
-                for fragment, value in zip(partial, (pooling.NEG_INF, 0.0, 0.0), strict=True):
-                    fragment.fill(value)
             for stage in cutlass.range(stages, unroll=1):
                 coming = cute.make_rmem_tensor(cute.make_layout((COLUMNS, plan.batch)), Float32)
                 if cutlass.const_expr(stages > 1):

@@ -15,6 +15,7 @@ from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.compile.spec import GatherUpconvertSpec
 from cute_kernels.device import convert, memory, pdl
+from cute_kernels.device.row_writers import CACHE_TYPES
 from cute_kernels.device.slots import INT32_MAX, Divisor
 from cute_kernels.kv_format import (
     GATHERED,
@@ -34,7 +35,7 @@ WARPS = 1  # of a block: places on an SM are taken again one by one
 ROWS = 4  # of a warp
 LANES = WARP // ROWS  # that look after one row
 ROPE = ROPE_DIM // LANES  # BF16 values of a row's lane, one 16-byte access
-# Blocks that should fit on an SM at once: 32 warps, which bounds the registers.
+# Blocks that should fit on an SM at once, as many as SM90 and SM100 hold (SM120: 24), which bounds the registers.
 RESIDENT = 32
 
 
@@ -237,9 +238,6 @@ class GatherKernel:
         return p * (WARP * self.columns) + lane * self.columns
 
 
-_CACHE_TYPES = {"fp8_inline": Uint8, "fp8_ds_mla": Uint8, "fp8": Float8E4M3FN}
-
-
 def trace(spec: GatherUpconvertSpec) -> tuple[GatherKernel, list[Any]]:
     """The host function of `spec` and fake arguments for `cute.compile`: what the compiled function checks on every call.
 
@@ -247,7 +245,7 @@ def trace(spec: GatherUpconvertSpec) -> tuple[GatherKernel, list[Any]]:
     strides of `out` and of block_table are run-time values.
     """
     reader, fmt = READERS[spec.kv_format], GATHERED[spec.kv_format]
-    requests, cache_type = cute.sym_int(), _CACHE_TYPES[spec.kv_format]
+    requests, cache_type = cute.sym_int(), CACHE_TYPES.get(spec.kv_format, Uint8)
     columns = reader.codes + (ROPE_DIM if reader.rope is not None else 0)
 
     def numbers(length: Any) -> Any:

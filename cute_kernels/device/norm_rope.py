@@ -4,7 +4,7 @@ import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 
 from cute_kernels.device import convert, memory
-from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
+from cute_kernels.kv_format import HEAD_DIM
 
 
 def load_weight(norm_weight: cute.Tensor, column: Int32, count: int) -> cute.Tensor:
@@ -12,23 +12,6 @@ def load_weight(norm_weight: cute.Tensor, column: Int32, count: int) -> cute.Ten
     weight = cute.make_rmem_tensor(cute.make_layout(count), BFloat16)
     memory.load_vector(memory.base_address(norm_weight) + Int64(column) * 2, weight)
     return convert.to_fp32(weight)
-
-
-@cute.jit
-def load_rotation(cos_sin: cute.Tensor, position: Int32, column: Int32, rotation: cute.Tensor):
-    """Cosines, then sines of this thread's column pairs at `position`; nothing for columns that are not rotated.
-
-    Row p of `cos_sin` is cos(p f_0) .. cos(p f_31), sin(p f_0) .. sin(p f_31); pair j is columns (448 + 2j, 449 + 2j).
-    """
-    pairs = cutlass.const_expr(cute.size(rotation) // 2)
-    if column >= NOPE_DIM:
-        row = memory.base_address(cos_sin) + Int64(position) * memory.byte_stride(cos_sin, 0)
-        first = row + Int64(column - NOPE_DIM) * 2  # half as many pairs as columns, 4 bytes each
-        cosines = memory.at(first, Float32, pairs, alignment=4)
-        sines = memory.at(first + ROPE_DIM * 2, Float32, pairs, alignment=4)
-        for j in cutlass.range_constexpr(pairs):
-            rotation[j] = cosines[j]
-            rotation[pairs + j] = sines[j]
 
 
 def square_sum(values: cute.Tensor) -> Float32:

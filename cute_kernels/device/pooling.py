@@ -10,7 +10,6 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 LOG2_E = 1.4426950408889634
-MERGED = 4  # parts whose loads are in flight together
 NEG_INF = float("-inf")
 
 
@@ -82,17 +81,15 @@ def merge(partial: Partial, c: int, others: list) -> None:
 @cute.jit
 def merge_parts(partial: Partial, parts: cute.Tensor, thread: Int32):
     """Replace a partial result by the merger, in order, of a thread's parts: [columns, threads, 3, parts] in shared memory."""
-    columns, count = parts.shape[0], parts.shape[3]
+    columns, others = parts.shape[0], parts.shape[3] - 1
     for q in cutlass.range_constexpr(3):
         cute.autovec_copy(parts[None, thread, q, 0], partial[q])
-    for start in cutlass.range_constexpr(1, count, MERGED):
-        some = cutlass.const_expr(min(MERGED, count - start))
-        loaded = cute.make_rmem_tensor(cute.make_layout((columns, 3, some)), Float32)
-        for g in cutlass.range_constexpr(some):
-            for q in cutlass.range_constexpr(3):
-                cute.autovec_copy(parts[None, thread, q, start + g], loaded[None, q, g])
-        for c in cutlass.range_constexpr(columns):
-            merge(partial, c, [(loaded[c, 0, g], loaded[c, 1, g], loaded[c, 2, g]) for g in range(some)])
+    loaded = cute.make_rmem_tensor(cute.make_layout((columns, 3, others)), Float32)
+    for g in cutlass.range_constexpr(others):
+        for q in cutlass.range_constexpr(3):
+            cute.autovec_copy(parts[None, thread, q, 1 + g], loaded[None, q, g])
+    for c in cutlass.range_constexpr(columns):
+        merge(partial, c, [(loaded[c, 0, g], loaded[c, 1, g], loaded[c, 2, g]) for g in range(others)])
 
 
 @cute.jit

@@ -26,8 +26,8 @@ BATCH = {8: 2, 16: 4}
 RESIDENT = {8: 9, 16: 5}
 # Up to how many heads of a step in all each warp takes one, so that a short step spreads over the GPU.
 FEW_HEADS = 4096
-# Beyond, up to how many heads q leaves the L2 first. In steps near the L2's size that keeps room for what comes after (256 rows of 64 heads
-# on an H200: FP8 8.8 -> 8.2 us, BF16 10.3 -> 10.1 us); larger ones lose 1% by it.
+# Beyond, up to how many heads q leaves the L2 first. In steps near the L2's size that keeps room for what comes after; larger
+# ones lose by it (docs/results/2026-11-29-h200-bench/variants.txt).
 NEAR_L2_HEADS = 65536
 
 

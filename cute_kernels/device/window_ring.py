@@ -2,7 +2,7 @@
 
 A stage is some rows of one window, each 512 values and 512 scores, with a note that says what they are. Stage n of the kernel, counted over
 all windows, lies in slot n % slots and completes phase n // slots of the slot's two barriers: `full` when its note is written and its
-bytes have arrived, `empty` when every pooling warp has read it.
+bytes have arrived, `empty` when every pooling thread has read it.
 """
 
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""The SM120 family (12.0, 12.1): what its kernels are built from, and their tuning."""
+"""The SM120 family (12.0, 12.1): what its kernels are built from."""

@@ -160,8 +160,6 @@ def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
         return _bulk_store(build, ins)
     if spaces in (["shared::cluster", "global"], ["shared::cta", "global"]) and completes:
         return _bulk_load(build, ins)
-    if spaces == ["shared::cluster", "shared::cta"] and completes:
-        return _bulk_shared(build, ins)
     raise m.unsupported()
 
 
@@ -198,25 +196,6 @@ def _bulk_load(build: Build, ins: ptx.Instruction) -> Step:
 def _read_global(machine: Machine, address: int, nbytes: int) -> np.ndarray:
     words = machine.memory.load(np.arange(address, address + nbytes, 8, dtype=U64), 8, 1)[0]
     return words.view(np.uint8)
-
-
-def _bulk_shared(build: Build, ins: ptx.Instruction) -> Step:
-    target, source = address_of(build, ins, ins.operands[0], "shared"), address_of(build, ins, ins.operands[1], "shared")
-    size, bar = build.source(ins.operands[2], "u32", ins), address_of(build, ins, ins.operands[3], "shared")
-
-    def run(f: Fragment) -> None:
-        machine = f.machine
-        targets, sources, bars = (np.broadcast_to(g(f), (f.n,)) for g in (target, source, bar))
-        sizes = f.full(size)
-        for i in range(f.n):
-            nbytes, one = int(sizes[i]), f.take(np.array([i]), [], f.pc)
-            _check_bulk(f, i, int(targets[i]), int(sources[i]), nbytes)
-            place = int(machine.shared.place(one, sources[i : i + 1], 16)[0][0])
-            if (machine.shared.written[place : place + nbytes] != 1).any():
-                raise AccessFault("uninitialised read", i, "bulk copy of shared memory nobody has written", "shared memory")
-            _start_copy(machine, one, i, targets[i : i + 1], bars[i : i + 1], machine.shared.data[place : place + nbytes].copy())
-
-    return run
 
 
 def _start_copy(machine: Machine, one: Fragment, index: int, target: np.ndarray, bar: np.ndarray, data: np.ndarray) -> None:

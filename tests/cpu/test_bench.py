@@ -249,7 +249,7 @@ def test_launches_that_write_nothing_while_timed_fail(case: Case) -> None:
 
 @every_operation
 def test_one_wrong_byte_fails(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each output in turn, the first byte that the reference writes is wrong in its top bit."""
+    """In each output in turn, the last byte that the reference writes is wrong in its top two bits."""
     real = getattr(ops, case.operation)
     first = Call.of(case.operation, *case.parts[0][1](case.step(0)))
     for name in first.outputs():

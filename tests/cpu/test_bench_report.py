@@ -106,6 +106,7 @@ def test_a_case_slower_than_the_peer_needs_a_cause_too(record: Path) -> None:
     with pytest.raises(report.Unexplained, match="sparse_indices sm100 decode 256 k=1024"):
         report.page(record / "bench.csv", record / "prediction.csv")
     assert report.aim(slow) == 2.74 and report.aim(rows()[2]) == 3.9
+    assert "decode 256 k=1024: 2.98 of 2.74" in report.page(record / "bench.csv", record / "prediction.csv", draft=True)
 
 
 def test_the_page_shows_every_figure_and_keeps_prediction_apart(record: Path) -> None:
@@ -137,7 +138,8 @@ def test_figures_of_kernels_that_have_changed_since_are_marked(record: Path) -> 
     (record / "stale.csv").write_text('pattern,since\n^compress_store sm120,"another plan, since the run"\n^qkv_insert,a new writer\n')
     marked = report.page(record / "bench.csv", record / "prediction.csv", draft=True)
     assert "†" not in fresh and marked.count("\n† ") == 2 and "† another plan, since the run\n" in marked
-    assert "5.41 / 3.50†" in marked and "271†" in marked
+    assert "| 5.41 / 3.50† |" in marked and "| 5.90 / 3.90† |" in marked and "| 28% / 42%† |" in marked and "271†" in marked
+    assert "1 of 2 cases with a bar meet it, 1 of them by a kernel that has changed since." in marked
     assert next(x for x in marked.splitlines() if "271†" in x and x.endswith("| 1.77 |"))
 
 
@@ -145,7 +147,8 @@ def test_every_case_has_a_line_of_the_table(record: Path) -> None:
     found = [Row(c.operation, c.family, c.name, 1.0, 1.0, 1, 1.0, 1.0) for c in cases.cases()]
     text = report.measured([*rows()[:1], *found], report.Marks([]))
     titles = {report.kind(row)[:2] for row in found}
-    assert len(text.splitlines()) == 2 + len(titles)
+    lines = text.splitlines()[2:]
+    assert len(lines) == len(titles) and sum(len(line.split("|")[4].split("/")) for line in lines) == len(found)
     known = [report.sglang(row) for row in found]
     assert {value for value in known if value is not None} == set(report.SGLANG.values())
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from cute_kernels import env
-from cute_kernels.compile import fingerprint
 from cute_kernels.errors import InvalidArgument
 from tests.processes import ROOT
 
@@ -65,8 +64,6 @@ def test_every_environment_variable_is_declared_once_and_no_other_is_read() -> N
     assert read <= set(declared), "declare it in env.py"
     for variable in env.VARIABLES:
         assert variable.name in env.markdown() and variable.doc in env.markdown()
-    for name in fingerprint._DSL_SETTINGS:
-        assert f"`CUTE_DSL_{name}`" in env.markdown()
     for path in python_files("cute_kernels", "ptx_emulator"):
         for name in re.findall(r"""environ(?:\.get\(|\[)"(\w+)""", path.read_text()):
             assert f"`{name}`" in env.markdown(), f"{path}: {name}"

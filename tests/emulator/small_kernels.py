@@ -161,6 +161,51 @@ EXCHANGE = entry(
     shared=128,
 )
 
+# The same by asynchronous stores, counted by an mbarrier of the block that receives them, which therefore may leave at once.
+SEND = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %cluster_ctarank;
+    mov.u32 %r3, %ctaid.x;
+    mov.u32 %r4, stage;
+    shl.b32 %r5, %r1, 2;
+    add.s32 %r5, %r4, %r5;
+    add.s32 %r11, %r4, 128;
+    xor.b32 %r6, %r2, 1;
+    mad.lo.s32 %r7, %r3, 100, %r1;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READY;
+    mbarrier.init.shared.b64 [%r11], 1;
+    fence.mbarrier_init.release.cluster;
+READY:
+    barrier.cluster.arrive.relaxed;
+    barrier.cluster.wait;
+    @%p1 bra EXPECTED;
+    mbarrier.arrive.expect_tx.shared.b64 %l5, [%r11], 128;
+EXPECTED:
+    mapa.shared::cluster.u32 %r8, %r5, %r6;
+    mapa.shared::cluster.u32 %r12, %r11, %r6;
+    st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r8], %r7, [%r12];
+    {
+    .reg .pred done;
+AGAIN:
+    mbarrier.try_wait.parity.shared.b64 done, [%r11], 0;
+    @done bra OUT;
+    bra AGAIN;
+OUT:
+    }
+    ld.shared.b32 %r9, [%r5];
+    mul.lo.s32 %r10, %r3, 32;
+    add.s32 %r10, %r10, %r1;
+    mul.wide.u32 %l2, %r10, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r9;
+    """,
+    shared=136,
+)
+
 # The same by reading the other block's memory: nobody may leave before the other has read.
 FETCH = entry(
     ".param .u64 y",

@@ -44,6 +44,7 @@ def test_counts_of_a_small_kernel() -> None:
     assert result.loaded == 600 and result.stored == 600
     assert 3 * 200 / 32 <= load[1] <= 3 * (200 / 32 + 3)
     assert result.opcodes["bar"] == 192
+    assert {n for line, n in result.warps.items() if "bar.sync" in result.texts[line]} == {6}
 
 
 def test_a_fault_is_the_whole_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,6 +76,20 @@ def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
     return case
 
 
+def long_step(spec: CompressStoreSpec, **options: Any) -> CompressCase:
+    """A step whose blocks take more than 32 rows: twelve of block 0 close a window, in either pass; the rest is padding."""
+    plan = plan_of(spec)
+    rows = [plan.row_of(0, i) for i in (*range(6), *range(32, 38))]
+    requests, at = [], 0
+    for k, t in enumerate(sorted(rows)):
+        requests += [Request(0, t - at)] * (t > at) + [Request(spec.ratio * (k % 3 + 1) - 1, 1)]
+        at = t + 1
+    case = make_compress_case(requests, seed=10, **options)
+    assert plan.rows_of(at) > 32
+    case.state_slots[[t for t in range(at) if t not in rows]] = -1
+    return case
+
+
 def cases(spec: CompressStoreSpec) -> list[CompressCase]:
     ratio, scored = spec.ratio, spec.scores
     save = POLICY if spec.save == "policy" else SavePolicy.EVERY_ROW
@@ -107,6 +121,17 @@ def test_every_spec(spec: CompressStoreSpec) -> None:
     for case in cases(spec):
         check_compress(case, run(case, spec.target, on_result=coverage.record))
     coverage.require(str(spec))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("ratio", [4, 128])
+@pytest.mark.parametrize("save", [POLICY, SavePolicy.EVERY_ROW], ids=["policy", "every_row"])
+def test_blocks_of_many_rows(target: Target, ratio: int, save: SavePolicy) -> None:
+    kv_format = FORMATS[target.family][0]
+    spec = CompressStoreSpec(target, ratio=ratio, kv_format=kv_format, save="every_row" if save.every_row else "policy")
+    case = long_step(spec, ratio=ratio, kv_format=kv_format, save=save)
+    report = check_compress(case, run(case, target))
+    assert report.rows == 12
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -15,6 +15,7 @@ from tests.emulator.small_kernels import (
     FETCH,
     REVERSE,
     ROUNDS,
+    SEND,
     entry,
     run_copy,
     run_reverse,
@@ -45,7 +46,7 @@ def test_right_kernels_pass() -> None:
     assert (y == np.arange(150).reshape(3, 50)[:, ::-1]).all() and not result.never
     tid = np.arange(64)
     assert (run_vector(ROUNDS, parameters=(3,)) == 3 * (tid ^ 63) + 3).all()
-    for text in (EXCHANGE, FETCH):
+    for text in (EXCHANGE, SEND, FETCH):
         y = run_vector(text, threads=32, grid=4, cluster=2)
         assert (y.reshape(4, 32) == np.array([1, 0, 3, 2])[:, None] * 100 + np.arange(32)).all()
     assert (run_copy(BULK) == np.arange(7, 71)).all()
@@ -253,6 +254,19 @@ def test_missing_cluster_barrier(what: str, where: object, text: str, check: str
 def test_relaxed_arrival_passes_no_data() -> None:
     with pytest.raises(KernelFault, match="shared-memory race"):
         run_vector(last(EXCHANGE, "arrive.aligned", "arrive.relaxed.aligned"), threads=32, grid=4, cluster=2)
+
+
+def test_faults_of_asynchronous_stores() -> None:
+    barrier = "        barrier.cluster.arrive.relaxed;\n        barrier.cluster.wait;\n"
+    wait = SEND[SEND.index("        {\n") : SEND.index("        ld.shared.b32")]
+    for text, check in (
+        (planted(SEND, wait, ""), "uninitialised read"),
+        (planted(SEND, "[%r11], 128;", "[%r11], 256;"), "deadlock"),
+        (planted(SEND, barrier, ""), "remote shared memory"),
+    ):
+        with pytest.raises(KernelFault) as caught:
+            run_vector(text, threads=32, grid=4, cluster=2)
+        assert caught.value.check == check
 
 
 def test_cluster_barrier_misuse() -> None:

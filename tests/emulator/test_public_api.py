@@ -101,6 +101,7 @@ def test_launch_configuration_is_that_of_the_product() -> None:
         spec = CompressStoreSpec(Target("sm100", "sm_100a"), 32, ratio=128)
         record = cache.get(spec).launches[-1]  # type: ignore[attr-defined]
     plan = plan_of(spec)
+    assert record.cluster == (1, 1, 1)
     assert record.pdl and record.grid[0] == min(-(-300 // plan.unit), plan.deal) and record.block[0] == plan.threads
     assert record.dynamic_shared <= spec.target.shared_bytes
     assert loader.executor() is loader.load_with_tvm_ffi
