@@ -151,5 +151,5 @@ def reference_call(name: str, a: Mapping[str, Any], **more: Any) -> Any:
     from cute_kernels import reference
 
     function = getattr(reference, name)
-    given = {key: value for key, value in a.items() if key not in ("target", "backend")}
+    given = {key: value for key, value in a.items() if key not in ("target", "backend", "independent")}
     return function(**given, **more)

@@ -207,22 +207,20 @@ class SparseMLA(Held):
         self.sinks = None if sinks is None else self._padded_sinks(sinks)
         self._compress = None
         if spec.ratio > 1:
-            kept = {"state": state, "norm_weight": norm_weight, "cos_sin": cos_sin, "kv_cache": kv_cache, "ratio": spec.ratio}
+            kept: dict[str, Any] = {
+                "state": state,
+                "norm_weight": norm_weight,
+                "cos_sin": cos_sin,
+                "kv_cache": kv_cache,
+                "ratio": spec.ratio,
+            }
             more: dict[str, Any] = {"eps": spec.eps, "kv_scale": spec.kv_scale, "save": spec.save, "target": self.target}
             self._compress = bind(compress_store, ape=ape, **kept, **more)
-        self._insert = bind(
-            qkv_insert,
-            kv_cache=swa_cache,
-            cos_sin=cos_sin,
-            eps=spec.eps,
-            padded_heads=spec.padded_heads,
-            apply_q_norm=spec.apply_q_norm,
-            q_scale=spec.q_scale,
-            kv_scale=spec.kv_scale,
-            q_dtype=spec.q_dtype(self.target),
-            backend=insert_backend,
-            target=self.target,
-        )
+        self._q_dtype = spec.q_dtype(self.target)
+        kept = {"kv_cache": swa_cache, "cos_sin": cos_sin, "eps": spec.eps, "q_scale": spec.q_scale, "kv_scale": spec.kv_scale}
+        more = {"padded_heads": spec.padded_heads, "apply_q_norm": spec.apply_q_norm, "q_dtype": self._q_dtype}
+        more |= {"backend": insert_backend, "target": self.target}
+        self._insert = {independent: bind(qkv_insert, independent=independent, **kept, **more) for independent in (False, True)}
 
     def _require_format(self, name: str, cache: torch.Tensor | None) -> None:
         found = format_of(validate.tensor(name, cache), name)
@@ -280,9 +278,13 @@ class SparseMLA(Held):
             return layer_op.call(self, step, tables, q, kv, kv_score, ids, out, workspace, counters)
         if validate.tensor("q", q).dim() != 3 or q.shape[1] != self.spec.num_heads:
             raise InvalidArgument("q", f"shape {list(q.shape)}", f"[{step.num_tokens}, {self.spec.num_heads}, {HEAD_DIM}]")
-        self.compress(step, tables, kv_score)
-        indices = self.indices(step, tables, ids)
-        padded = self._insert(q=q, kv=kv, slots=tables.window_slots, positions=step.positions)
+        # Made before the first launch: what is new may be filled by a launch of torch's.
+        padded = q.new_empty(q.shape[0], self.spec.padded_heads, HEAD_DIM, dtype=self._q_dtype)
+        # The compressor's launch waits for all in front of it; the others touch other memory than it and each other, so they run
+        # beside it: state pool and compressed rows, index tables, window rows and q.
+        beside = self.compress(step, tables, kv_score)
+        indices = self.indices(step, tables, ids, independent=beside)
+        self._insert[beside](q=q, kv=kv, slots=tables.window_slots, positions=step.positions, out=padded)
         attended = decode(
             padded,
             self.swa_cache,
@@ -303,12 +305,12 @@ class SparseMLA(Held):
         assert isinstance(attended, torch.Tensor)
         return attended
 
-    def compress(self, step: StepMetadata, tables: StepTables, kv_score: torch.Tensor | None) -> None:
-        """The layer's `compress_store`; nothing for a window-only layer."""
+    def compress(self, step: StepMetadata, tables: StepTables, kv_score: torch.Tensor | None) -> bool:
+        """The layer's `compress_store`; nothing for a window-only layer. Returns whether it had rows to launch a kernel for."""
         if self._compress is None:
             if kv_score is not None:
                 raise InvalidArgument("kv_score", f"a {type(kv_score).__name__}", "None for a window-only layer (ratio 1)")
-            return
+            return False
         if tables.state_slots is None or tables.kv_slots is None:
             name = "tables.state_slots" if tables.state_slots is None else "tables.kv_slots"
             ratio = self.spec.ratio
@@ -322,9 +324,13 @@ class SparseMLA(Held):
             kv_slots=tables.kv_slots,
             seq_lens=None if self.spec.save.every_row else step.seq_lens,
         )
+        return tables.state_slots.shape[0] > 0
 
-    def indices(self, step: StepMetadata, tables: StepTables, ids: torch.Tensor | IdSource | None) -> Indices:
-        """The layer's index tables: per layer where the indexer chose, else once per step for all layers of one geometry."""
+    def indices(self, step: StepMetadata, tables: StepTables, ids: torch.Tensor | IdSource | None, *, independent: bool = False) -> Indices:
+        """The layer's index tables: per layer where the indexer chose, else once per step for all layers of one geometry.
+
+        independent  as for `sparse_indices`
+        """
         source, device = self._source(ids), step.positions.device
         chosen = ids if isinstance(ids, torch.Tensor) else None
         combined = dispatch.combined_form(self.target)
@@ -334,6 +340,8 @@ class SparseMLA(Held):
             width = self.spec.width if tables.width is None or source is IdSource.NONE else (tables.width + 3) // 4 * 4
         compressed_table = None if self.spec.ratio == 1 else tables.compressed_block_table
         shape = ("sparse_indices", combined, width)
+
+        fresh = False
 
         def build(buffers: Indices) -> Indices:
             return sparse_indices(
@@ -349,10 +357,13 @@ class SparseMLA(Held):
                 width=None if source is IdSource.NONE else width,
                 slots=tables.window_slots,
                 out=first_rows(buffers, step.num_tokens),
+                independent=independent and not fresh,
                 target=self.target,
             )
 
         def new_buffers() -> Indices:
+            nonlocal fresh
+            fresh = True  # as above
             return new_tables(step.max_tokens, width, combined, device)
 
         if chosen is not None:

@@ -93,6 +93,7 @@ def run_ptx(
     cluster: int | Sequence[int] = 1,
     dynamic_shared: int = 0,
     pdl: bool = False,
+    independent: bool = False,
     kernel: str = "",
     approximation: str = "nearest",
     check_races: bool = True,
@@ -103,7 +104,9 @@ def run_ptx(
 
     params        one value per kernel parameter (int, float or raw bytes), or the whole parameter buffer
     memory        every buffer the kernel may touch
-    pdl           launched with programmatic dependent launch: global accesses before `griddepcontrol.wait` are faults
+    pdl           launched with programmatic dependent launch: global accesses before `griddepcontrol.wait` are faults, and so are
+                  blocks that leave without it
+    independent   such accesses are meant: whoever launches knows that the kernels in front touch other memory
     approximation "nearest", or "low" / "high" for an end of the documented error interval of the approximate functions
     statistics    count the warps of every instruction, and sectors and bytes of every global access (slower)
 
@@ -115,7 +118,7 @@ def run_ptx(
         raise LaunchError(f"parameter buffer of {len(parameters)} bytes, {program.kernel.parameter_bytes} expected")
     if approximation not in ("nearest", "low", "high"):
         raise LaunchError(f"approximation {approximation!r}: nearest, low or high expected")
-    launch = Launch(_three(grid), _three(block), _three(cluster), dynamic_shared, parameters, pdl, approximation, check_races)
+    launch = Launch(_three(grid), _three(block), _three(cluster), dynamic_shared, parameters, pdl, approximation, check_races, independent)
     _check(program, launch, shared_limit)
     runs, lanes, warps = (np.zeros(len(program.blocks), np.int64) for _ in range(3))
     counters = Counters(runs, lanes, warps)

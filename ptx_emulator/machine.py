@@ -29,7 +29,10 @@ _SPIN_LIMIT = 64  # polls in a row that change nothing before a wait counts as a
 
 @dataclass(frozen=True)
 class Launch:
-    """What the host asked for; `parameters` is the kernel's parameter buffer, `approximation` "nearest", "low" or "high"."""
+    """What the host asked for; `parameters` is the kernel's parameter buffer, `approximation` "nearest", "low" or "high".
+
+    `pdl` and `independent` are those of `run_ptx`.
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -39,6 +42,7 @@ class Launch:
     pdl: bool = False
     approximation: str = "nearest"
     check_races: bool = True
+    independent: bool = False
 
     @property
     def threads(self) -> int:

@@ -153,13 +153,19 @@ _GLOBAL_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|prefetch|multimem)\.(?!para
 _LEAVES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:ret|exit|trap|brx\S*|call\S*)\b", re.MULTILINE)
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
 _WAIT = re.compile(r"^\s*griddepcontrol\.wait;", re.MULTILINE)
+# A wait that a branch on a register leads around, and the load of that register from a kernel parameter.
+_GUARDED_WAIT = re.compile(
+    r"setp\.(ne|eq)\.[bsu]32\s+(%p\d+), (%r\d+), 0;\s*@\2 bra\s+(\$\w+);\s*(?://.*\s*)?griddepcontrol\.wait;\s*(?://.*\s*)?\4:"
+)
+_PARAMETER = r"ld\.param\.[bsu]32\s+{}, \[(\w+)\];"
 
 
 def pdl_faults(ptx: str) -> list[str]:
     """Where a kernel breaks the rule of programmatic dependent launch: one sentence a fault, none for a sound kernel.
 
-    The rule: every thread executes an unconditional wait before its first access to global memory. So the wait must stand before
-    every global access, and no path may lead around it: no return, and no branch to a place behind it.
+    The rule: every thread executes a wait before its first access to global memory. So the wait must stand before every global
+    access, and no path may lead around it: no return, and no branch to a place behind it. One exception: a kernel may skip this wait
+    where a parameter is not 0, if every thread then executes one directly before it leaves.
     """
     faults = []
     entries = _ENTRY.findall(ptx)
@@ -170,10 +176,25 @@ def pdl_faults(ptx: str) -> list[str]:
         if found is None:
             faults.append(f"{name}: no unconditional griddepcontrol.wait")
             continue
-        before = body[: found.start()]
+        guards = list(_GUARDED_WAIT.finditer(body))
+        late = bool(guards) and guards[0].start() < found.start() < guards[0].end()
+        before = body[: guards[0].start() if late else found.start()]
+        if late:
+            faults += [f"{name}: {fault}" for fault in _late_wait_faults(body, guards)]
         faults += [f"{name}: `{access[0]}` before griddepcontrol.wait" for access in _GLOBAL_ACCESS.finditer(before)]
         faults += [f"{name}: `{leave[0].strip()}` before griddepcontrol.wait" for leave in _LEAVES.finditer(before)]
         for label in _BRANCH.findall(before):
             if f"{label}:" not in before:
                 faults.append(f"{name}: a branch to {label} leads around griddepcontrol.wait")
     return faults
+
+
+def _late_wait_faults(body: str, guards: list[re.Match[str]]) -> list[str]:
+    """What is wrong with a kernel that waits first unless a parameter says that it waits last."""
+    parameters = [re.findall(_PARAMETER.format(guard[3]), body[: guard.start()])[-1:] for guard in guards]
+    if [guard[1] for guard in guards] != ["ne", "eq"] or not parameters[0] or parameters[0] != parameters[1]:
+        return ["a griddepcontrol.wait that is skipped without another one of the opposite condition"]
+    end = body[guards[1].end() :]
+    if len(_LEAVES.findall(body)) != 1 or not re.fullmatch(r"\s*ret;\s*(?://.*\s*)*", end):
+        return ["a way out that leads around the last griddepcontrol.wait"]
+    return []

@@ -155,6 +155,35 @@ def test_a_layer_is_its_four_calls(family, dtype):
         assert torch.equal(model.tensors[name].view(torch.uint8), t[name].view(torch.uint8)), name
 
 
+def test_which_launches_run_beside_the_one_in_front(monkeypatch):
+    """The compressor's launch waits for what is in front of it, the others do not wait for the compressor's, if there is one."""
+    seen: list[tuple[str, bool]] = []
+    real = launching.Operation.run
+
+    def run(operation: launching.Operation, a: Any) -> Any:
+        seen.append((operation.public.__name__, a["independent"]))
+        return real(operation, a)
+
+    monkeypatch.setattr(launching.Operation, "run", run)
+    step = ck.StepMetadata.of([20, 3], [20, 3])
+    for ratio in (1, 4, 128):
+        model, rows = Model(ratio, "sm100", "auto"), Prompt(ratio, 40).rows([(0, 20), (0, 3)])
+        tables, beside = model.tables(step), ratio > 1
+        compressor = [("compress_store", False)] * beside
+        model.layer(step, tables, **rows)
+        assert seen == [*compressor, ("sparse_indices", False), ("qkv_insert", beside)], "torch may have filled the new tables"
+        seen.clear()
+        model.layer(step, tables, **rows)
+        built = [("sparse_indices", beside)] * (ratio == 4)
+        assert seen == [*compressor, *built, ("qkv_insert", beside)], "tables of ratio 1 and 128 are built once per step"
+        seen.clear()
+        if ratio > 1:
+            tables.state_slots = tables.state_slots[:0]
+            model.layer(step, tables, **rows)
+            assert seen[-1] == ("qkv_insert", False), "an empty call launches nothing"
+            seen.clear()
+
+
 def test_tables_are_built_once_per_step_where_layers_can_share_them(monkeypatch):
     built: list[tuple[ck.IdSource, Any]] = []
     real = layer_module.sparse_indices

@@ -51,22 +51,23 @@ def test_compress_store_arguments(target, ratio, save, launched):
     formats = {"bf16": 1.0, "fp8": 0.25} if target.family == "sm100" else {"fp8_ds_mla": None}
     for name, scale in formats.items():
         a = compress_arguments(ratio=ratio, kv_cache=pool(name, 6, 16, strided=True), kv_scale=scale, state=torch.zeros(6, 4, 2 * width))
+        a["independent"] = save is None
         scored = {"kv_score": torch.randn(7, 2 * width), "ape": torch.randn(ratio, width), "save": save}
         a |= scored if save is not None else {"kv_score": None, "ape": None, "save": ck.SavePolicy.EVERY_ROW}
         launch(ck.compress_store, a, target)
         spec, arguments = launched.pop()
         kind = "none" if save is None else "every_row" if save.every_row else "policy"
         assert spec == CompressStoreSpec(target, spec.vector_bytes, ratio=ratio, kv_format=name, scores=save is not None, save=kind)
-        scalars = {"eps": 1e-6, "inverse_kv_scale": 4.0, "rollback": 2, "prefix_stride": 256}
+        scalars = {"eps": 1e-6, "inverse_kv_scale": 4.0, "rollback": 2, "prefix_stride": 256, "independent": save is None}
         for argument, value in zip(spec.argument_names, arguments, strict=True):
-            assert value is a[argument] if argument in a and argument != "eps" else value == scalars[argument], argument
+            assert value == scalars[argument] if argument in scalars else value is a[argument], argument
 
 
 @pytest.mark.parametrize("target", all_targets(), ids=str)
 @pytest.mark.parametrize("source", list(ck.IdSource), ids=lambda s: s.value)
 @pytest.mark.parametrize("slots", [True, False], ids=["slots", "no-slots"])
 def test_sparse_indices_arguments(target, source, slots, launched):
-    a = index_arguments(source=source, out=None)
+    a = index_arguments(source=source, out=None, independent=slots)
     if source not in (ck.IdSource.LOCAL, ck.IdSource.GLOBAL):
         a["ids"] = None
     if source not in (ck.IdSource.LOCAL, ck.IdSource.ALL_GROUPS):
@@ -99,13 +100,15 @@ def test_qkv_insert_arguments(target, norm, launched):
         fp8_q = dtype is torch.float8_e4m3fn
         scales = {"kv_scale": 0.25 if name == "fp8" else None, "q_scale": 0.5 if fp8_q else None}
         for out in (None, torch.zeros(6, 8, 512).to(dtype)):
-            a = insert_arguments(kv_cache=pool(name, 6, 16, strided=True), q_dtype=dtype, apply_q_norm=norm, out=out, **scales)
+            a = insert_arguments(
+                kv_cache=pool(name, 6, 16, strided=True), q_dtype=dtype, apply_q_norm=norm, out=out, independent=norm, **scales
+            )
             result = launch(ck.qkv_insert, a, target)
             spec, arguments = launched.pop()
             kind = "e4m3" if fp8_q else "bf16"
             assert spec == QkvInsertSpec(target, spec.vector_bytes, kv_format=name, q_dtype=kind, apply_q_norm=norm)
             assert result.shape == (6, 8, 512) and result.dtype is dtype and (out is None or result is out)
-            scalars = {"eps": 1e-6, "inverse_q_scale": 2.0, "inverse_kv_scale": 4.0}
+            scalars = {"eps": 1e-6, "inverse_q_scale": 2.0, "inverse_kv_scale": 4.0, "independent": norm}
             for argument, value in zip(spec.argument_names, arguments, strict=True):
                 assert value is {**a, "out": result}[argument] if argument not in scalars else value == scalars[argument], argument
 

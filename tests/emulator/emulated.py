@@ -45,7 +45,7 @@ def prepare(name: str, memory: Memory, arguments: dict[str, Any]) -> None:
             buffer.mark(UNWRITTEN, True)
 
 
-settings = device.Settings(prepare=prepare)
+settings = device.Settings(prepare=prepare, independent=lambda arguments: bool(arguments.get("independent", 0)))
 
 
 def executor(compiled: loader.CompiledObject, spec: KernelSpec) -> device.EmulatedKernel:
