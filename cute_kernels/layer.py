@@ -216,9 +216,8 @@ class SparseMLA(Held):
             }
             more: dict[str, Any] = {"eps": spec.eps, "kv_scale": spec.kv_scale, "save": spec.save, "target": self.target}
             self._compress = bind(compress_store, ape=ape, **kept, **more)
-        self._q_dtype = spec.q_dtype(self.target)
         kept = {"kv_cache": swa_cache, "cos_sin": cos_sin, "eps": spec.eps, "q_scale": spec.q_scale, "kv_scale": spec.kv_scale}
-        more = {"padded_heads": spec.padded_heads, "apply_q_norm": spec.apply_q_norm, "q_dtype": self._q_dtype}
+        more = {"padded_heads": spec.padded_heads, "apply_q_norm": spec.apply_q_norm, "q_dtype": spec.q_dtype(self.target)}
         more |= {"backend": insert_backend, "target": self.target}
         self._insert = {independent: bind(qkv_insert, independent=independent, **kept, **more) for independent in (False, True)}
 
@@ -278,13 +277,11 @@ class SparseMLA(Held):
             return layer_op.call(self, step, tables, q, kv, kv_score, ids, out, workspace, counters)
         if validate.tensor("q", q).dim() != 3 or q.shape[1] != self.spec.num_heads:
             raise InvalidArgument("q", f"shape {list(q.shape)}", f"[{step.num_tokens}, {self.spec.num_heads}, {HEAD_DIM}]")
-        # Made before the first launch: what is new may be filled by a launch of torch's.
-        padded = q.new_empty(q.shape[0], self.spec.padded_heads, HEAD_DIM, dtype=self._q_dtype)
         # The compressor's launch waits for all in front of it; the others touch other memory than it and each other, so they run
         # beside it: state pool and compressed rows, index tables, window rows and q.
         beside = self.compress(step, tables, kv_score)
         indices = self.indices(step, tables, ids, independent=beside)
-        self._insert[beside](q=q, kv=kv, slots=tables.window_slots, positions=step.positions, out=padded)
+        padded = self._insert[beside](q=q, kv=kv, slots=tables.window_slots, positions=step.positions)
         attended = decode(
             padded,
             self.swa_cache,
@@ -306,7 +303,7 @@ class SparseMLA(Held):
         return attended
 
     def compress(self, step: StepMetadata, tables: StepTables, kv_score: torch.Tensor | None) -> bool:
-        """The layer's `compress_store`; nothing for a window-only layer. Returns whether it had rows to launch a kernel for."""
+        """The layer's `compress_store`; nothing for a window-only layer. Returns whether launches may run beside its own."""
         if self._compress is None:
             if kv_score is not None:
                 raise InvalidArgument("kv_score", f"a {type(kv_score).__name__}", "None for a window-only layer (ratio 1)")
@@ -324,7 +321,8 @@ class SparseMLA(Held):
             kv_slots=tables.kv_slots,
             seq_lens=None if self.spec.save.every_row else step.seq_lens,
         )
-        return tables.state_slots.shape[0] > 0
+        # An empty step launches nothing; and a deterministic torch fills what is new by launches of its own.
+        return tables.state_slots.shape[0] > 0 and not torch.are_deterministic_algorithms_enabled()
 
     def indices(self, step: StepMetadata, tables: StepTables, ids: torch.Tensor | IdSource | None, *, independent: bool = False) -> Indices:
         """The layer's index tables: per layer where the indexer chose, else once per step for all layers of one geometry.
@@ -341,9 +339,7 @@ class SparseMLA(Held):
         compressed_table = None if self.spec.ratio == 1 else tables.compressed_block_table
         shape = ("sparse_indices", combined, width)
 
-        fresh = False
-
-        def build(buffers: Indices) -> Indices:
+        def build(number: object) -> Indices:
             return sparse_indices(
                 step.positions,
                 step.token_to_req,
@@ -356,25 +352,23 @@ class SparseMLA(Held):
                 ratio=self.spec.ratio,
                 width=None if source is IdSource.NONE else width,
                 slots=tables.window_slots,
-                out=first_rows(buffers, step.num_tokens),
-                independent=independent and not fresh,
+                out=step.once((*shape, number, "rows"), lambda: first_rows(step.keep((*shape, number), new_buffers), step.num_tokens)),
+                independent=independent,
                 target=self.target,
             )
 
         def new_buffers() -> Indices:
-            nonlocal fresh
-            fresh = True  # as above
             return new_tables(step.max_tokens, width, combined, device)
 
         if chosen is not None:
-            return build(step.keep((*shape, "per layer"), new_buffers))
+            return build("per layer")
         read = (tables.window_block_table, tables.window_slots, compressed_table)
 
         def build_shared() -> tuple[Indices, object]:
             # The n-th shared table of a shape uses the n-th buffer, step after step. The tensors it was built from are held, so
             # that no other tensor can come to lie at their addresses within the step.
             number = next(step.once((*shape, "count"), itertools.count))
-            return build(step.keep((*shape, number), new_buffers)), read
+            return build(number), read
 
         addresses = tuple(None if t is None else (t.data_ptr(), t.shape, t.stride()) for t in read)
         return step.once((*shape, source, self.spec.ratio, self.window, self.compressed, addresses), build_shared)[0]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import binding, ops
+from cute_kernels import forms, ops
+from cute_kernels.binding import Bound
 from cute_kernels.compile import cache
 from cute_kernels.compile.spec import CompressStoreSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.target import Target, all_targets
@@ -27,6 +28,13 @@ def launched(monkeypatch):
 def launch(call: Any, a: dict[str, Any], target: Target) -> Any:
     operation = ops._OPERATIONS[call]
     return operation.launch({**a, "target": target}, target)
+
+
+def prepared(call: Any, **kept: Any) -> Bound:
+    """A bound call that launches for CPU tensors too."""
+    bound = Bound(call, ops._OPERATIONS[call], kept)
+    bound._prepare(ops._OPERATIONS[call], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    return bound
 
 
 def shifted(value: torch.Tensor, by: int) -> torch.Tensor:
@@ -220,9 +228,7 @@ def test_prepared_arguments_reach_the_compiled_function(launched, monkeypatch):
     target = Target.named("sm_100a")
     a = aligned_compress_arguments(target=target)
     kept = {n: v for n, v in a.items() if n not in ("kv_score", "target")}
-    bound = ck.bind(ck.compress_store, **kept, target=target)
-    operation = ops._OPERATIONS[ck.compress_store]
-    bound.__self__._prepare(operation, {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound = prepared(ck.compress_store, **kept, target=target).call
     for by, width in ((0, 32), (16, 16)):
         kv_score = shifted(a["kv_score"], by)
         bound(kv_score=kv_score)
@@ -241,8 +247,7 @@ def test_a_bound_insert_keeps_cache_and_table(launched):
     target = Target.named("sm_100a")
     a = insert_arguments(target=target)
     kept = {n: a.pop(n) for n in ("kv_cache", "cos_sin", "out", "eps", "padded_heads", "q_scale", "kv_scale", "q_dtype", "target")}
-    bound = ck.bind(ck.qkv_insert, **kept)
-    bound.__self__._prepare(ops._OPERATIONS[ck.qkv_insert], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound = prepared(ck.qkv_insert, **kept).call
     assert bound(**a) is kept["out"]
     spec, arguments = launched.pop()
     given = dict(zip(spec.argument_names, arguments, strict=True))
@@ -290,8 +295,7 @@ def test_a_bound_call_finds_the_width_of_what_varies(monkeypatch):
     target = Target.named("sm_100a")
     a = aligned_compress_arguments(target=target)
     kept = {n: v for n, v in a.items() if n != "kv_score"}
-    bound = ck.bind(ck.compress_store, **kept)
-    bound.__self__._prepare(ops._OPERATIONS[ck.compress_store], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound = prepared(ck.compress_store, **kept).call
     padded = shifted(torch.zeros(7, 2052), 0)[:, :2048]
     for by, width in ((0, 32), (16, 16), (0, 32), (16, 16)):
         bound(kv_score=shifted(a["kv_score"], by))
@@ -306,17 +310,14 @@ def test_a_bound_call_finds_the_width_of_what_varies(monkeypatch):
 
 
 def test_what_a_bound_call_remembers_is_bounded(launched, monkeypatch):
-    monkeypatch.setattr(binding, "MOST_READY", 3)
-    monkeypatch.setattr(binding, "MOST_FORMS", 2)
+    monkeypatch.setattr(forms, "MOST_READY", 3)
     a = aligned_compress_arguments(target=Target.named("sm_100a"))
     kept = {n: a.pop(n) for n in ("ape", "state", "norm_weight", "cos_sin", "kv_cache", "ratio", "eps", "kv_scale", "save", "target")}
-    bound = ck.bind(ck.compress_store, **kept)
-    bound.__self__._prepare(ops._OPERATIONS[ck.compress_store], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound = prepared(ck.compress_store, **kept)
     for rows in (6, 5, 4, 3, 2, 1):
         given = {**a, "state_slots": a["state_slots"][:rows]}
         for order in (list(given), list(reversed(given)), sorted(given)):
-            bound(**{name: given[name] for name in order})
+            bound.call(**{name: given[name] for name in order})
             assert dict(zip(launched[-1][0].argument_names, launched[-1][1], strict=True))["state_slots"].shape == (rows,)
-        forms = bound.__self__._forms
-        assert len(forms) <= 2 and all(len(form.ready) <= 3 for form in forms.values())
+        assert bound._form is not None and len(bound._form.ready) <= 3
     assert len(launched) == 18

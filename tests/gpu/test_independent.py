@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels import ops
 from cute_kernels.indices import IdSource
+from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target
 from tests.support.compress import make_compress_case
 from tests.support.index_case import make_index_case
@@ -27,16 +28,23 @@ how = pytest.mark.parametrize("graph", [True, False], ids=["graph", "stream"])
 
 
 class Layer:
-    """Three calls that share a step of nobody's and one pool: compressed rows in its first pages, window rows in its last ones.
+    """Three calls that share one pool: compressed rows in its first pages, window rows in its last ones.
 
-    rows_compress, rows_insert   rows of either call: the larger one is the slower
+    rows_compress, rows_insert   rows of either call: the larger one is the slower. The compressor has at most as many blocks as the
+                                 GPU holds, so that all have triggered long before its end, and saves next to nothing
     """
 
     def __init__(self, family: str, kv_format: str, rows_compress: int, rows_insert: int) -> None:
         self.target = Target(family, "sm_90a")
         scale = 0.5 if kv_format == "fp8" else None
         compress = make_compress_case(
-            mix(rows_compress, 16, ratio=4), ratio=4, kv_format=kv_format, page_rows=PAGE_ROWS, strided=False, kv_scale=scale
+            mix(rows_compress, 16, ratio=4),
+            ratio=4,
+            kv_format=kv_format,
+            page_rows=PAGE_ROWS,
+            strided=False,
+            kv_scale=scale,
+            save=SavePolicy(),
         ).to("cuda")
         insert = make_insert_case(rows_insert, kv_format=kv_format, kv_scale=scale, slotless=0.0)
         pages = compress.pool.pages + insert.pool.pages
@@ -51,6 +59,7 @@ class Layer:
         slots = (insert.slots + compress.pool.pages * PAGE_ROWS).cuda()
         inputs = [insert.q.cuda(), insert.kv.cuda(), self.cache, slots, insert.positions.cuda(), insert.cos_sin.cuda()]
         self.inputs = {"insert": inputs[0], "compress": arguments[0], "indices": index.ids}
+        self.positions = inputs[4]
         self.calls: dict[str, Callable[[bool], object]] = {
             "compress": lambda independent: ops.compress_store(
                 *arguments, **compress.kwargs(), independent=independent, target=self.target
@@ -99,9 +108,9 @@ def repeated(run: Callable[[], None], graph: bool) -> Callable[[], None]:
 
 
 ORDERS = [
-    ((4096, 100), ("compress", "insert")),
+    ((8192, 100), ("compress", "insert")),
     ((64, 4000), ("insert", "compress")),
-    ((4096, 100), ("compress", "indices", "insert")),
+    ((8192, 100), ("compress", "indices", "insert")),
     ((64, 4000), ("insert", "indices", "compress")),
 ]
 
@@ -149,6 +158,33 @@ def test_inputs_that_arrive_right_in_front_of_the_chain(family: str, kv_format: 
             layer.inputs[name].copy_(x)
         for name in order:
             layer.calls[name](name != order[0])
+        layer.gather()
+
+    run = repeated(chain, graph)
+    for _ in range(REPEATS):
+        run()
+        for got, wanted in zip(layer.results(), want, strict=True):
+            assert torch.equal(got, wanted)
+
+
+@formats
+@how
+def test_small_inputs_that_one_block_brings(family: str, kv_format: str, graph: bool) -> None:
+    """All SMs have read the old positions; one block brings others, one block runs in front; then all SMs read the new ones."""
+    layer = Layer(family, kv_format, 64, 1200)
+    ids = torch.zeros(1, 8, dtype=torch.int32, device="cuda")
+    slots = torch.empty_like(ids)
+    want = layer.expected(("insert",))
+    late = layer.positions.clone()
+    old = late.flip(0).contiguous()
+
+    def chain() -> None:
+        layer.poison()
+        layer.positions.copy_(old)
+        layer.calls["insert"](False)
+        layer.positions.copy_(late)
+        ops.convert_indices(ids, ids[0, :1], ids, page_rows=64, out=slots, target=layer.target)
+        layer.calls["insert"](True)
         layer.gather()
 
     run = repeated(chain, graph)
