@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from ptx_emulator import parser as ptx
-from ptx_emulator.faults import LaunchError
+from ptx_emulator.faults import KernelFault, LaunchError
 from ptx_emulator.machine import Counters, Launch, Machine
 from ptx_emulator.memory import Buffer, Memory
 from ptx_emulator.program import SHARED_START, Program
@@ -106,7 +106,8 @@ def run_ptx(
     memory        every buffer the kernel may touch
     pdl           launched with programmatic dependent launch: global accesses before `griddepcontrol.wait` are faults, and so are
                   blocks that leave without it
-    independent   such accesses are meant: whoever launches knows that the kernels in front touch other memory
+    independent   such accesses are meant: whoever launches knows that the kernels in front touch other memory. One block has to wait
+                  before it leaves, so that the grid does not complete before those in front of it
     approximation "nearest", or "low" / "high" for an end of the documented error interval of the approximate functions
     statistics    count the warps of every instruction, and sectors and bytes of every global access (slower)
 
@@ -129,8 +130,14 @@ def run_ptx(
     clusters_at_once = max(min(_LANES // launch.threads, _SHARED // size) // launch.cluster_size, 1)
     order = _cluster_order(launch)
     step = clusters_at_once * launch.cluster_size
+    waited = False
     for start in range(0, order.shape[0], step):
-        Machine(program, launch, whole, order[start : start + step], counters).run()
+        machine = Machine(program, launch, whole, order[start : start + step], counters)
+        machine.run()
+        waited = waited or bool(machine.waited_blocks.any())
+    if pdl and independent and not waited:
+        message = "all blocks leave without waiting for the kernels before them, so kernels after them may start too early"
+        raise KernelFault("missing griddepcontrol.wait", message, kernel=program.kernel.name)
     return _result(program, counters)
 
 

@@ -276,7 +276,7 @@ class Machine:
     # ---- ends
 
     def _finish(self) -> None:
-        if self.launch.pdl and not self.waited_blocks.all():
+        if self.launch.pdl and not self.launch.independent and not self.waited_blocks.all():
             block = int(np.flatnonzero(~self.waited_blocks)[0])
             raise KernelFault(
                 "missing griddepcontrol.wait",

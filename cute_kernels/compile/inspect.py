@@ -153,11 +153,14 @@ _GLOBAL_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|prefetch|multimem)\.(?!para
 _LEAVES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:ret|exit|trap|brx\S*|call\S*)\b", re.MULTILINE)
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
 _WAIT = re.compile(r"^\s*griddepcontrol\.wait;", re.MULTILINE)
-# A wait that a branch on a register leads around, and the load of that register from a kernel parameter.
-_GUARDED_WAIT = re.compile(
-    r"setp\.(ne|eq)\.[bsu]32\s+(%p\d+), (%r\d+), 0;\s*@\2 bra\s+(\$\w+);\s*(?://.*\s*)?griddepcontrol\.wait;\s*(?://.*\s*)?\4:"
+# A wait that a branch leads around: unless a register is 0; and in all blocks but the first, or where a register is 0.
+_SKIPPED = r"bra\s+(\$\w+);\s*(?://.*\s*)?griddepcontrol\.wait;\s*(?://.*\s*)?"
+_FIRST_WAIT = re.compile(rf"setp\.ne\.[bsu]32\s+(%p\d+), (%r\d+), 0;\s*@\1 {_SKIPPED}\3:")
+_LAST_WAIT = re.compile(
+    r"setp\.eq\.[bsu]32\s+(%p\d+), (%r\d+), 0;\s*(?:mov\.u32\s+(%r\d+), %ctaid\.x;\s*)?setp\.ne\.[bsu]32\s+(%p\d+), (%r\d+), 0;\s*"
+    rf"or\.pred\s+(%p\d+), (?:\4, \1|\1, \4);\s*@\6 {_SKIPPED}\7:\s*ret;\s*(?://.*\s*)*$"
 )
-_PARAMETER = r"ld\.param\.[bsu]32\s+{}, \[(\w+)\];"
+_PARAMETER, _BLOCK_INDEX = r"ld\.param\.[bsu]32\s+{}, \[(\w+)\];", r"mov\.u32\s+{}, %ctaid\.x;"
 
 
 def pdl_faults(ptx: str) -> list[str]:
@@ -165,7 +168,7 @@ def pdl_faults(ptx: str) -> list[str]:
 
     The rule: every thread executes a wait before its first access to global memory. So the wait must stand before every global
     access, and no path may lead around it: no return, and no branch to a place behind it. One exception: a kernel may skip this wait
-    where a parameter is not 0, if every thread then executes one directly before it leaves.
+    where a parameter is not 0, if the threads of its first block then execute one directly before they leave.
     """
     faults = []
     entries = _ENTRY.findall(ptx)
@@ -176,11 +179,11 @@ def pdl_faults(ptx: str) -> list[str]:
         if found is None:
             faults.append(f"{name}: no unconditional griddepcontrol.wait")
             continue
-        guards = list(_GUARDED_WAIT.finditer(body))
-        late = bool(guards) and guards[0].start() < found.start() < guards[0].end()
-        before = body[: guards[0].start() if late else found.start()]
-        if late:
-            faults += [f"{name}: {fault}" for fault in _late_wait_faults(body, guards)]
+        guard = _FIRST_WAIT.search(body)
+        late = guard is not None and guard.start() < found.start() < guard.end()
+        before = body[: guard.start() if guard is not None and late else found.start()]
+        if guard is not None and late and not _waits_last(body, guard):
+            faults.append(f"{name}: a griddepcontrol.wait that may be skipped, and no last one in its place")
         faults += [f"{name}: `{access[0]}` before griddepcontrol.wait" for access in _GLOBAL_ACCESS.finditer(before)]
         faults += [f"{name}: `{leave[0].strip()}` before griddepcontrol.wait" for leave in _LEAVES.finditer(before)]
         for label in _BRANCH.findall(before):
@@ -189,12 +192,11 @@ def pdl_faults(ptx: str) -> list[str]:
     return faults
 
 
-def _late_wait_faults(body: str, guards: list[re.Match[str]]) -> list[str]:
-    """What is wrong with a kernel that waits first unless a parameter says that it waits last."""
-    parameters = [re.findall(_PARAMETER.format(guard[3]), body[: guard.start()])[-1:] for guard in guards]
-    if [guard[1] for guard in guards] != ["ne", "eq"] or not parameters[0] or parameters[0] != parameters[1]:
-        return ["a griddepcontrol.wait that is skipped without another one of the opposite condition"]
-    end = body[guards[1].end() :]
-    if len(_LEAVES.findall(body)) != 1 or not re.fullmatch(r"\s*ret;\s*(?://.*\s*)*", end):
-        return ["a way out that leads around the last griddepcontrol.wait"]
-    return []
+def _waits_last(body: str, first: re.Match[str]) -> bool:
+    """Whether the first block's threads wait directly before the only way out, where the parameter lets all skip the first wait."""
+    last = _LAST_WAIT.search(body)
+    if last is None or len(_LEAVES.findall(body)) != 1:
+        return False
+    parameters = [re.findall(_PARAMETER.format(r), body[: m.start()])[-1:] for r, m in ((first[2], first), (last[2], last))]
+    block = last[3] == last[5] or re.search(_BLOCK_INDEX.format(last[5]), body) is not None
+    return bool(parameters[0]) and parameters[0] == parameters[1] and block

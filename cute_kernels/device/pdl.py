@@ -1,7 +1,8 @@
 """Programmatic dependent launch: how a kernel starts and ends.
 
-A launch waits for the grid in front of it at its start, or, where its caller promises that it is independent of that grid, at its end.
-Either way a grid completes only after all grids in front of it have: whoever waits for it waits for them too.
+A launch waits for the grid in front of it at its start. Where its caller promises that it is independent of that grid, its blocks do
+not wait; only the first one does, at its end. Either way a grid completes only after all grids in front of it have: whoever waits
+for it waits for them too.
 """
 
 import cutlass
@@ -29,7 +30,11 @@ def begin(pdl: cutlass.Constexpr, independent: Int32 | None = None):
 
 @cute.jit
 def end(pdl: cutlass.Constexpr, independent: Int32):
-    """Wait, in an independent launch, for the kernels in front of it: every thread comes through here last."""
+    """In an independent launch, keep this grid from completing before those in front of it: every thread comes through here last.
+
+    One block that waits is enough for that; the others leave, and make room for the blocks of the next launch.
+    """
     if cutlass.const_expr(pdl):
-        if independent != 0:
+        block, _, _ = cute.arch.block_idx()
+        if (independent != 0) & (block == 0):
             cute.arch.griddepcontrol_wait()

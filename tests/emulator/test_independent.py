@@ -1,4 +1,4 @@
-"""Launches that wait at their end: the three kernels of a layer as `independent` calls, and what the checks say when one does not wait."""
+"""Launches whose first block waits at its end: the kernels of a layer as `independent` calls, and what is said when it does not wait."""
 
 from __future__ import annotations
 
