@@ -146,8 +146,10 @@ _OBJECTS = {
 def _looks(operation: Operation, name: str) -> Iterator[str]:
     """Expressions of what plans see of an argument."""
     optional = {arg.name: arg.optional or name in operation.made for arg in operation.tensors}
-    if name in operation.layouts or (name in operation.made and name in optional):
+    if name in operation.layouts:
         look = f"({name}.dtype, {name}.shape, {name}.stride())"
+    elif name in operation.made and name in optional:
+        look = f"({name}.shape, {name}.stride())"  # the compiled function knows the dtype
     elif name in operation.made:
         look = f"{name}.layout()"
     elif name in operation.shapes:
@@ -193,9 +195,9 @@ class _Writer:
         source = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # from which torch makes others faster than from nothing
         dense = tensor.is_contiguous()
         new = self.constant(source.new_empty if dense else source.new_empty_strided)
-        sizes = (tensor.shape,) if dense else (tensor.shape, tensor.stride())
+        sizes = tuple(tensor.shape) if dense else (tuple(tensor.shape), tensor.stride())  # torch reads numbers faster than a tuple
         name = self.known[id(tensor)] = f"o{len(self.body)}"
-        self.body.append(f"{name} = {new}({', '.join(self.constant(tuple(size)) for size in sizes)})")
+        self.body.append(f"{name} = {new}({', '.join(map(str, sizes))})")
         return name
 
     def argument(self, name: str) -> str:

@@ -91,14 +91,15 @@ class Operation:
     @functools.cached_property
     def form(self) -> Form:
         """The public call itself, all of whose arguments vary."""
-        return Form(self, tuple(inspect.signature(self.public).parameters), self._slow, anywhere=True)
+        return Form(self, tuple(inspect.signature(self.public).parameters), lambda *values: self.serve(*values), anywhere=True)
 
-    def run(self, a: Mapping[str, Any]) -> Any:
-        """Checks, then runs on the device of the anchor; with backend="reference" plain PyTorch there. `a`: in the signature's order."""
-        return self.form.call(*a.values())
+    @functools.cached_property
+    def run(self) -> Callable[..., Any]:
+        """The public call's body, given its arguments in order: a ready launch, or `serve`."""
+        return self.form.call
 
-    def _slow(self, *values: Any) -> Any:
-        """A call that nothing is ready for; the next one that looks the same is ready."""
+    def serve(self, *values: Any) -> Any:
+        """Checks, then runs on the device of the anchor; with backend="reference" plain PyTorch there. The next launch is ready."""
         a = dict(zip(self.form.names, values, strict=True))
         anchor, plain = a[self.anchor], a.get("backend") == "reference"
         if isinstance(anchor, torch.Tensor) and anchor.is_cuda and not plain:

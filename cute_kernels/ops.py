@@ -79,7 +79,10 @@ def compress_store(
     if is_compiling():
         tensors = (kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache)
         return torch_ops.compress_store(*tensors, ratio, eps, kv_scale, save, seq_lens, target)
-    _COMPRESS_STORE.run(locals())
+    _COMPRESS_STORE.run(
+        kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache,
+        ratio, eps, kv_scale, save, seq_lens, independent, target,
+    )  # fmt: skip
 
 
 def sparse_indices(
@@ -126,7 +129,10 @@ def sparse_indices(
     if is_compiling():
         tensors = (positions, token_to_req, window_block_table, ids, compressed_block_table)
         return torch_ops.sparse_indices(*tensors, window, compressed, source, ratio, width, slots, num_rows, out, target)
-    return _SPARSE_INDICES.run(locals())
+    return _SPARSE_INDICES.run(
+        positions, token_to_req, window_block_table, ids, compressed_block_table, window, compressed, source, ratio, width,
+        slots, num_rows, out, independent, target,
+    )  # fmt: skip
 
 
 def qkv_insert(
@@ -173,7 +179,10 @@ def qkv_insert(
     if is_compiling():
         tensors = (q, kv, kv_cache, slots, positions, cos_sin)
         return torch_ops.qkv_insert(*tensors, eps, padded_heads, apply_q_norm, q_scale, kv_scale, q_dtype, out, backend, target)
-    return _QKV_INSERT.run(locals())
+    return _QKV_INSERT.run(
+        q, kv, kv_cache, slots, positions, cos_sin, eps, padded_heads, apply_q_norm, q_scale, kv_scale, q_dtype, out,
+        independent, backend, target,
+    )  # fmt: skip
 
 
 def decode(

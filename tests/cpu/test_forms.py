@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import pytest
@@ -135,6 +136,15 @@ def test_a_ready_launch_is_the_plain_one(case, family, launched):
         assert (got is want) == (id(want) in given), "an output that is given is returned, a new one is new"
     again = calls(second)
     assert not {id(t) for t in parts(again)} & made - given, "outputs are made on each call"
+
+
+@pytest.mark.parametrize("call", list(ops._OPERATIONS), ids=lambda call: call.__name__)
+def test_a_public_call_hands_on_its_arguments_in_order(call, monkeypatch):
+    monkeypatch.setattr(Operation, "serve", lambda operation, *values: seen.append(dict(zip(operation.form.names, values, strict=True))))
+    seen: list[dict[str, Any]] = []
+    given = {name: object() for name in inspect.signature(call).parameters}
+    call(**given)
+    assert seen == [given]
 
 
 DIFFERENT = [

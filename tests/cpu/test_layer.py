@@ -158,13 +158,13 @@ def test_a_layer_is_its_four_calls(family, dtype):
 def test_which_launches_run_beside_the_one_in_front(monkeypatch):
     """The compressor's launch waits for what is in front of it, the others do not wait for the compressor's, if there is one."""
     seen: list[tuple[str, bool]] = []
-    real = launching.Operation.run
+    real = launching.Operation.serve
 
-    def run(operation: launching.Operation, a: Any) -> Any:
-        seen.append((operation.public.__name__, a["independent"]))
-        return real(operation, a)
+    def serve(operation: launching.Operation, *values: Any) -> Any:
+        seen.append((operation.public.__name__, values[operation.form.names.index("independent")]))
+        return real(operation, *values)
 
-    monkeypatch.setattr(launching.Operation, "run", run)
+    monkeypatch.setattr(launching.Operation, "serve", serve)
     step = ck.StepMetadata.of([20, 3], [20, 3])
     for ratio in (1, 4, 128):
         model, rows = Model(ratio, "sm100", "auto"), Prompt(ratio, 40).rows([(0, 20), (0, 3)])
@@ -257,10 +257,10 @@ def test_warm_up_names_every_kernel_a_call_can_need(ratio, family, dtype, save, 
     assert model.layer.warm_up(seen.append) == len(warmed) and seen == warmed
     assert len(set(warmed)) == len(warmed)
 
-    def on_gpu(operation: launching.Operation, a: Any) -> Any:
-        return operation.launch(a, model.target)
+    def on_gpu(operation: launching.Operation, *values: Any) -> Any:
+        return operation.launch(dict(zip(operation.form.names, values, strict=True)), model.target)
 
-    monkeypatch.setattr(launching.Operation, "run", on_gpu)
+    monkeypatch.setattr(launching.Operation, "serve", on_gpu)
     monkeypatch.setattr(layer_module, "decode", lambda q, *arguments, **named: q)  # the tables stay unwritten here
     enumerated = set(warmed)
     warmed.clear()
