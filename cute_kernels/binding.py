@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -64,6 +65,10 @@ class Bound:
             operation, self._names, self._slow, parameters=parameters, scope=scope, skip="others or compiling()", more="others"
         )
         self.call = self._form.call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
+        """The same call with copies of what it keeps: `call` is a function of the originals, which `copy` would share."""
+        return Bound(self._public, self._operation, copy.deepcopy(self._kept, memo))
 
     def _plain(self, **varying: Any) -> Any:
         """The public call."""

@@ -79,8 +79,8 @@ class Form:
             f"return slow({values}, {more})",
         )
         own = {"get": self.ready.get, "executor": loader.executor, "validating": env.VALIDATE.flag, "REFUSALS": REFUSALS, "slow": slow}
-        self.call = _function(parameters or names, body, {**own, **scope})
-        self.seen = _function(names, [f"return {sight}"], own)
+        self.call = _function(operation.public.__name__, parameters or names, body, {**own, **scope})
+        self.seen = _function("seen", names, [f"return {sight}"], own)
 
     def key(self, values: Sequence[Any]) -> tuple[Any, ...] | None:
         """What is seen of the values; None where one is of a kind that cannot be seen."""
@@ -102,7 +102,7 @@ class Form:
         writer = _Writer(self, given, kept, launched)
         made = writer.launch()
         if len(launched.plan.specs) > 1:
-            addresses = _function(self.names, [f"return ({''.join(f'{x}, ' for x in writer.varying_vectors())})"], {})
+            addresses = _function("addresses", self.names, [f"return ({''.join(f'{x}, ' for x in writer.varying_vectors())})"], {})
             before = self.ready.get(key)
             launches = before.launches if isinstance(before, _ByWidth) else {}
             width = validate.vector_bytes(addresses(*(given[name] for name in self.names)))
@@ -124,11 +124,11 @@ class _ByWidth:
         return self.launches[validate.vector_bytes(self.addresses(*values))](*values)
 
 
-def _function(parameters: Sequence[str], body: Sequence[str], scope: Mapping[str, Any]) -> Launch:
-    """A function of `parameters` from the lines of its body, which may use the names in `scope`."""
-    names = dict(scope)
-    exec(f"def made({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in body), names)
-    function: Launch = names["made"]
+def _function(name: str, parameters: Sequence[str], body: Sequence[str], scope: Mapping[str, Any]) -> Launch:
+    """A function of `parameters` from the lines of its body, which may use what is in `scope`."""
+    found = dict(scope)
+    exec(f"def {name}({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in body), found)
+    function: Launch = found[name]
     return function
 
 
@@ -193,7 +193,7 @@ class _Writer:
 
             return self.constant(tvm_ffi.from_dlpack(tensor))
         source = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # from which torch makes others faster than from nothing
-        dense = tensor.is_contiguous()
+        dense = tensor.stride() == torch.empty(tensor.shape, device="meta").stride()  # `is_contiguous` passes over extents of 1
         new = self.constant(source.new_empty if dense else source.new_empty_strided)
         sizes = tuple(tensor.shape) if dense else (tuple(tensor.shape), tensor.stride())  # torch reads numbers faster than a tuple
         name = self.known[id(tensor)] = f"o{len(self.body)}"
@@ -228,7 +228,7 @@ class _Writer:
     def launch(self) -> Launch:
         arguments = [self.argument(name) for name in self.launched.spec.argument_names]
         body = [*self.body, f"kernel({', '.join(arguments)})", f"return {self.result(self.launched.result)}"]
-        return _function(self.form.names, body, self.scope)
+        return _function("launch", self.form.names, body, self.scope)
 
 
 def _parts(expression: str, value: Any) -> Iterator[tuple[str, Any]]:

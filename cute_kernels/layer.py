@@ -15,7 +15,7 @@ from cute_kernels.errors import InvalidArgument
 from cute_kernels.handles import Held
 from cute_kernels.indices import IdSource, Indices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, PoolGeometry, format_of, formats_of, resolve_format
-from cute_kernels.ops import bind, compress_store, decode, new_tables, qkv_insert, sparse_indices
+from cute_kernels.ops import bound, compress_store, decode, new_tables, qkv_insert, sparse_indices
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.step import StepMetadata, slot_mapping
 from cute_kernels.target import Target
@@ -215,11 +215,11 @@ class SparseMLA(Held):
                 "ratio": spec.ratio,
             }
             more: dict[str, Any] = {"eps": spec.eps, "kv_scale": spec.kv_scale, "save": spec.save, "target": self.target}
-            self._compress = bind(compress_store, ape=ape, **kept, **more)
+            self._compress = bound(compress_store, ape=ape, **kept, **more)
         kept = {"kv_cache": swa_cache, "cos_sin": cos_sin, "eps": spec.eps, "q_scale": spec.q_scale, "kv_scale": spec.kv_scale}
         more = {"padded_heads": spec.padded_heads, "apply_q_norm": spec.apply_q_norm, "q_dtype": spec.q_dtype(self.target)}
         more |= {"backend": insert_backend, "target": self.target}
-        self._insert = {independent: bind(qkv_insert, independent=independent, **kept, **more) for independent in (False, True)}
+        self._insert = {independent: bound(qkv_insert, independent=independent, **kept, **more) for independent in (False, True)}
 
     def _require_format(self, name: str, cache: torch.Tensor | None) -> None:
         found = format_of(validate.tensor(name, cache), name)
@@ -281,7 +281,7 @@ class SparseMLA(Held):
         # beside it: state pool and compressed rows, index tables, window rows and q.
         beside = self.compress(step, tables, kv_score)
         indices = self.indices(step, tables, ids, independent=beside)
-        padded = self._insert[beside](q=q, kv=kv, slots=tables.window_slots, positions=step.positions)
+        padded = self._insert[beside].call(q=q, kv=kv, slots=tables.window_slots, positions=step.positions)
         attended = decode(
             padded,
             self.swa_cache,
@@ -312,7 +312,7 @@ class SparseMLA(Held):
             name = "tables.state_slots" if tables.state_slots is None else "tables.kv_slots"
             ratio = self.spec.ratio
             raise InvalidArgument(name, None, f"int64 [T], which ratio {ratio} needs", hint=f"StepTables.of(..., ratio={ratio}, ...)")
-        self._compress(
+        self._compress.call(
             kv_score=kv_score,
             state_block_table=tables.state_block_table,
             positions=step.positions,

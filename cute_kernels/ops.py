@@ -527,7 +527,12 @@ def bind(call: Callable[..., Any], **kept: Any) -> Callable[..., Any]:
     Weights, tables, caches and step buffers that keep their address are checked and converted here; the result takes the
     remaining arguments by name. A tensor bound here must not be reallocated; its contents may change.
     """
+    return bound(call, **kept).call
+
+
+def bound(call: Callable[..., Any], **kept: Any) -> Bound:
+    """`bind` for a holder that may be copied: its attribute `call` is what `bind` returns."""
     known = (*_OPERATIONS, decode)
     if call not in known:
         raise InvalidArgument("call", getattr(call, "__name__", repr(call)), "one of " + ", ".join(k.__name__ for k in known))
-    return Bound(call, _OPERATIONS.get(call), kept).call  # a method: calling an object takes longer
+    return Bound(call, _OPERATIONS.get(call), kept)

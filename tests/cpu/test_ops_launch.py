@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -321,3 +322,21 @@ def test_what_a_bound_call_remembers_is_bounded(launched, monkeypatch):
             assert dict(zip(launched[-1][0].argument_names, launched[-1][1], strict=True))["state_slots"].shape == (rows,)
         assert bound._form is not None and len(bound._form.ready) <= 3
     assert len(launched) == 18
+
+
+def test_a_deep_copy_of_a_bound_call_keeps_copies(launched):
+    import tvm_ffi
+
+    a = insert_arguments(target=Target.named("sm_100a"))
+    kept = {n: a.pop(n) for n in ("kv_cache", "cos_sin", "out", "eps", "padded_heads", "q_scale", "kv_scale", "q_dtype", "target")}
+    bound = prepared(ck.qkv_insert, **kept)
+    bound.call(**a)
+    memo: dict[int, Any] = {}
+    cache_copy = copy.deepcopy(kept["kv_cache"], memo)
+    other = copy.deepcopy(bound, memo)
+    other._prepare(ops._OPERATIONS[ck.qkv_insert], {n: v for n, v in other._kept.items() if isinstance(v, torch.Tensor)})
+    result = other.call(**a)
+    spec, arguments = launched.pop()
+    given = dict(zip(spec.argument_names, arguments, strict=True))
+    assert isinstance(given["kv_cache"], tvm_ffi.Tensor) and torch.from_dlpack(given["kv_cache"]).data_ptr() == cache_copy.data_ptr()
+    assert result is other._kept["out"] and result is not kept["out"]
