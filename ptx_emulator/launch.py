@@ -11,6 +11,7 @@ import numpy as np
 
 from ptx_emulator import parser as ptx
 from ptx_emulator.faults import LaunchError
+from ptx_emulator.global_races import GlobalRaces
 from ptx_emulator.machine import Counters, Launch, Machine
 from ptx_emulator.memory import Buffer, Memory
 from ptx_emulator.program import SHARED_START, Program
@@ -126,8 +127,9 @@ def run_ptx(
     clusters_at_once = max(min(_LANES // launch.threads, _SHARED // size) // launch.cluster_size, 1)
     order = _cluster_order(launch)
     step = clusters_at_once * launch.cluster_size
+    global_races = GlobalRaces(program.build.global_granule, program.build.communicates) if check_races else None
     for start in range(0, order.shape[0], step):
-        Machine(program, launch, whole, order[start : start + step], counters).run()
+        Machine(program, launch, whole, order[start : start + step], counters, global_races).run()
     return _result(program, counters)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 from ptx_emulator.barriers import ClusterBarriers, NamedBarriers
 from ptx_emulator.faults import KernelFault
 from ptx_emulator.fragment import Fragment, merge
-from ptx_emulator.instructions.copies import CopyGroups
+from ptx_emulator.global_races import GlobalRaces
+from ptx_emulator.instructions.copies import BulkGroups, CopyGroups
 from ptx_emulator.mbarriers import MBarriers
 from ptx_emulator.memory import AccessFault, Memory
 from ptx_emulator.parser import Instruction
@@ -75,7 +76,15 @@ class Counters:
 class Machine:
     """Runs the blocks with coordinates `coordinates` ([n, 3], whole clusters, rank order inside each)."""
 
-    def __init__(self, program: Program, launch: Launch, memory: Memory, coordinates: np.ndarray, counters: Counters) -> None:
+    def __init__(
+        self,
+        program: Program,
+        launch: Launch,
+        memory: Memory,
+        coordinates: np.ndarray,
+        counters: Counters,
+        global_races: GlobalRaces | None = None,
+    ) -> None:
         self.program, self.launch, self.memory, self.counters = program, launch, memory, counters
         self.block_coordinates = coordinates
         self.block_count = coordinates.shape[0]
@@ -94,9 +103,13 @@ class Machine:
         self.shared = SharedMemory(self.block_count, program.build.dynamic_start + launch.dynamic_shared, launch.cluster_size)
         self.local = LocalMemory(total, program.build.local_bytes)
         self.races = RaceChecker(self) if launch.check_races else None
+        self.global_races = global_races  # of the whole launch
+        if global_races:
+            global_races.enter(self)
         self.barriers = NamedBarriers(self)
         self.clusters = ClusterBarriers(self)
         self.mbarriers = MBarriers(self)
+        self.bulk = BulkGroups(self)
         self.waited_blocks = np.zeros(self.block_count, bool)
         self.ready: dict[int, list[Fragment]] = {}
         self.heap: list[int] = []
@@ -204,7 +217,11 @@ class Machine:
         if block.ends:
             if block.trap:
                 raise self.fault("trap", "the kernel stopped itself", f, 0, block.instructions[-1])
-            self.exit(f)
+            kernel = self.program.kernel
+            try:
+                self.exit(f)
+            except AccessFault as fault:
+                raise self.fault(fault.check, fault.message, f, fault.index, (block.instructions or kernel.instructions)[-1]) from None
         elif block.condition is None:
             f.pc = block.target if block.target is not None else index + 1
             self.enqueue(f)
@@ -240,12 +257,11 @@ class Machine:
             self.enqueue(f.take(np.flatnonzero(which == value), self.program.blocks[target].live_in, target))
 
     def exit(self, f: Fragment) -> None:
+        self.bulk.check_exit(f)
         waited = f.full(WAITED)
         self.waited_blocks[f.blocks[waited]] = True
         self.alive[f.lanes] = False
         self.events += 1
-        if self.races:
-            self.races.exited(f)
         self.barriers.release_ready()
         self.clusters.release_ready()
         parked, self.parked = self.parked, {}
