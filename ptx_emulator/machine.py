@@ -72,6 +72,14 @@ class Counters:
         row[1] += int(np.unique((warps << np.uint64(44)) ^ sectors).size)
         row[2] += nbytes * f.n
 
+    def bulk(self, line: int, address: int, nbytes: int) -> None:
+        """Count one bulk copy, as of a warp."""
+        if self.accesses is None:
+            return
+        row = self.accesses.setdefault(line, [0, 0, 0])
+        for i, count in enumerate((1, (address + nbytes - 1) // 32 - address // 32 + 1, nbytes)):
+            row[i] += count
+
 
 class Machine:
     """Runs the blocks with coordinates `coordinates` ([n, 3], whole clusters, rank order inside each)."""
@@ -115,6 +123,7 @@ class Machine:
         self.heap: list[int] = []
         self.parked: dict[int, list[Fragment]] = {}
         self.polling: list[Fragment] = []
+        self.asked = np.zeros(total, bool)  # the thread's last mbarrier wait was in vain
         self.copies: CopyGroups | None = None  # cp.async groups, from the first copy on
         self.events = 0
         self.giving_up = False  # pollers go on with "not yet": nothing else can run
@@ -141,10 +150,6 @@ class Machine:
     def poll(self, f: Fragment) -> None:
         """Keep a fragment at its mbarrier wait until something changes."""
         self.polling.append(f)
-
-    def retried(self, f: Fragment) -> bool:
-        """Whether a waiting thread should go on with the answer "not yet"."""
-        return self.giving_up
 
     def run(self) -> None:
         """Execute until every thread has left; raises `KernelFault`."""

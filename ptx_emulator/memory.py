@@ -52,6 +52,7 @@ class Buffer:
     description: str = ""
     keep: object = None
     shadow: np.ndarray | None = None
+    declared: int = 0  # shadow bits ever set
     views: dict[int, np.ndarray] = field(default_factory=dict)
     shadow_views: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -94,6 +95,7 @@ class Buffer:
         part = self.shadow[self.offset : self.offset + self.span]
         where = slice(None) if mask is None else mask
         if value:
+            self.declared |= bit
             part[where] |= np.uint8(bit)
         else:
             part[where] &= np.uint8(0xFF ^ bit)

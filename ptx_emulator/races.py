@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 U32 = np.uint32
 _ALL = U32(0xFFFFFFFF)
+_NOBODY = -2
 
 
 class RaceChecker:
@@ -89,7 +90,8 @@ class RaceChecker:
         if f.whole_warps and place.size == f.n:
             rows = place.reshape(-1, 32)
             if (rows == rows[:, :1]).all() and not clocks.split[f.lanes[::32] // 32].any():  # a warp reads one place: once is enough
-                row, warp, thread, place, lanes = row[::32], warp[::32], thread[::32] - 32, rows[:, 0], np.full(rows.shape[0], _ALL)
+                row, warp, place, lanes = row[::32], warp[::32], rows[:, 0], np.full(rows.shape[0], _ALL)
+                thread = np.full(rows.shape[0], _NOBODY)
         now = clocks.clock[f.lanes // 32] if lanes.size == f.n else clocks.clock[f.lanes[::32] // 32]
         met = clocks.seen[row, ORDER, warp]
         start = place // self.granule
@@ -100,7 +102,7 @@ class RaceChecker:
             if bad.any():
                 if lanes.size != f.n:  # name a lane that is not the writer itself
                     i = int(np.flatnonzero(bad)[0])
-                    index = 32 * i + int(writer[i] == thread[i] + 32)
+                    index = 32 * i + int(writer[i] == f.lanes[32 * i] % self.threads)
                     raise self._fault(ORDER, "reads what was written by", index, int(place[i]), int(writer[i]))
                 raise self._race("reads what was written by", bad, place, writer)
             flat = cell * self.width + warp

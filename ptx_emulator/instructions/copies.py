@@ -191,7 +191,7 @@ def _bulk_load(build: Build, ins: ptx.Instruction) -> Step:
                 fault.index = i
                 raise
             machine.counters.loaded += nbytes
-            machine.counters.access(ins.line, one, sources[i : i + 1], nbytes)
+            machine.counters.bulk(ins.line, int(sources[i]), nbytes)
             _start_copy(machine, one, i, targets[i : i + 1], bars[i : i + 1], data)
 
     return run
@@ -294,7 +294,7 @@ def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
                 fault.index = i
                 raise
             machine.counters.stored += nbytes
-            machine.counters.access(ins.line, one, targets[i : i + 1], nbytes)
+            machine.counters.bulk(ins.line, int(targets[i]), nbytes)
 
     return run
 

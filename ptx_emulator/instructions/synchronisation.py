@@ -132,7 +132,7 @@ def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
         raise m.unsupported()
     operands = list(ins.operands)
     if action in ("test_wait", "try_wait"):
-        return _wait(build, ins, operands, space, bool(parity), order != "relaxed", action == "try_wait")
+        return _wait(build, ins, operands, space, bool(parity), order != "relaxed")
     d = None
     if action.startswith("arrive") and not isinstance(operands[0], ptx.Address):
         target = operands.pop(0)
@@ -181,9 +181,7 @@ def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
     return run
 
 
-def _wait(
-    build: Build, ins: ptx.Instruction, operands: list[ptx.Operand], space: str, parity: bool, acquire: bool, blocking: bool
-) -> Collective:
+def _wait(build: Build, ins: ptx.Instruction, operands: list[ptx.Operand], space: str, parity: bool, acquire: bool) -> Collective:
     p = build.destination(operands[0], "pred", ins)
     where = address_of(build, ins, operands[1], "shared" if space else "generic")
     wanted = build.source(operands[2], "u32" if parity else "b64", ins)
@@ -204,17 +202,24 @@ def _wait(
                 bars.acquire(value // 2, f.lanes[index])
         f.regs[p] = done
         if done.all():
+            machine.asked[f.lanes] = False
             return [f]
-        # A try_wait that fails suspends the thread; here it stays until something has changed, then goes on with false.
+        # A thread that waits in vain goes on with false, once: who does not ask again has not waited. The next time it stays here until
+        # something has changed.
         live = machine.program.blocks[f.pc].live_in
         after = machine.program.blocks[f.pc + 1].live_in
-        late = f.take(np.flatnonzero(~done), live, f.pc)
-        if machine.retried(late):
-            late.regs[p] = np.zeros(late.n, bool)
-            out = [late]
-        else:
-            machine.poll(late)
-            out = []
+        out = []
+        again = machine.asked[f.lanes] & (not machine.giving_up)
+        machine.asked[f.lanes] = ~done
+        for stays in (True, False):
+            index = np.flatnonzero(~done & (again == stays))
+            if index.size:
+                late = f.take(index, live, f.pc)
+                if stays:
+                    machine.poll(late)
+                else:
+                    late.regs[p] = np.zeros(late.n, bool)
+                    out.append(late)
         if done.any():
             out.append(f.take(np.flatnonzero(done), sorted({*after, p}), f.pc))
         return out
