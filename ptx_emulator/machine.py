@@ -15,7 +15,8 @@ import numpy as np
 from ptx_emulator.barriers import ClusterBarriers, NamedBarriers
 from ptx_emulator.faults import KernelFault
 from ptx_emulator.fragment import Fragment, merge
-from ptx_emulator.instructions.copies import CopyGroups
+from ptx_emulator.global_races import GlobalRaces
+from ptx_emulator.instructions.copies import BulkGroups, CopyGroups
 from ptx_emulator.mbarriers import MBarriers
 from ptx_emulator.memory import AccessFault, Memory
 from ptx_emulator.parser import Instruction
@@ -75,11 +76,27 @@ class Counters:
         row[1] += int(np.unique((warps << np.uint64(44)) ^ sectors).size)
         row[2] += nbytes * f.n
 
+    def bulk(self, line: int, address: int, nbytes: int) -> None:
+        """Count one bulk copy, as of a warp."""
+        if self.accesses is None:
+            return
+        row = self.accesses.setdefault(line, [0, 0, 0])
+        for i, count in enumerate((1, (address + nbytes - 1) // 32 - address // 32 + 1, nbytes)):
+            row[i] += count
+
 
 class Machine:
     """Runs the blocks with coordinates `coordinates` ([n, 3], whole clusters, rank order inside each)."""
 
-    def __init__(self, program: Program, launch: Launch, memory: Memory, coordinates: np.ndarray, counters: Counters) -> None:
+    def __init__(
+        self,
+        program: Program,
+        launch: Launch,
+        memory: Memory,
+        coordinates: np.ndarray,
+        counters: Counters,
+        global_races: GlobalRaces | None = None,
+    ) -> None:
         self.program, self.launch, self.memory, self.counters = program, launch, memory, counters
         self.block_coordinates = coordinates
         self.block_count = coordinates.shape[0]
@@ -98,14 +115,19 @@ class Machine:
         self.shared = SharedMemory(self.block_count, program.build.dynamic_start + launch.dynamic_shared, launch.cluster_size)
         self.local = LocalMemory(total, program.build.local_bytes)
         self.races = RaceChecker(self) if launch.check_races else None
+        self.global_races = global_races  # of the whole launch
+        if global_races:
+            global_races.enter(self)
         self.barriers = NamedBarriers(self)
         self.clusters = ClusterBarriers(self)
         self.mbarriers = MBarriers(self)
+        self.bulk = BulkGroups(self)
         self.waited_blocks = np.zeros(self.block_count, bool)
         self.ready: dict[int, list[Fragment]] = {}
         self.heap: list[int] = []
         self.parked: dict[int, list[Fragment]] = {}
         self.polling: list[Fragment] = []
+        self.asked = np.zeros(total, bool)  # the thread's last mbarrier wait was in vain
         self.copies: CopyGroups | None = None  # cp.async groups, from the first copy on
         self.events = 0
         self.giving_up = False  # pollers go on with "not yet": nothing else can run
@@ -132,10 +154,6 @@ class Machine:
     def poll(self, f: Fragment) -> None:
         """Keep a fragment at its mbarrier wait until something changes."""
         self.polling.append(f)
-
-    def retried(self, f: Fragment) -> bool:
-        """Whether a waiting thread should go on with the answer "not yet"."""
-        return self.giving_up
 
     def run(self) -> None:
         """Execute until every thread has left; raises `KernelFault`."""
@@ -208,7 +226,11 @@ class Machine:
         if block.ends:
             if block.trap:
                 raise self.fault("trap", "the kernel stopped itself", f, 0, block.instructions[-1])
-            self.exit(f)
+            kernel = self.program.kernel
+            try:
+                self.exit(f)
+            except AccessFault as fault:
+                raise self.fault(fault.check, fault.message, f, fault.index, (block.instructions or kernel.instructions)[-1]) from None
         elif block.condition is None:
             f.pc = block.target if block.target is not None else index + 1
             self.enqueue(f)
@@ -244,12 +266,11 @@ class Machine:
             self.enqueue(f.take(np.flatnonzero(which == value), self.program.blocks[target].live_in, target))
 
     def exit(self, f: Fragment) -> None:
+        self.bulk.check_exit(f)
         waited = f.full(WAITED)
         self.waited_blocks[f.blocks[waited]] = True
         self.alive[f.lanes] = False
         self.events += 1
-        if self.races:
-            self.races.exited(f)
         self.barriers.release_ready()
         self.clusters.release_ready()
         parked, self.parked = self.parked, {}

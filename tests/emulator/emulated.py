@@ -56,6 +56,7 @@ def executor(compiled: loader.CompiledObject, spec: KernelSpec) -> device.Emulat
         compiled.ptx.read_text(),
         argument_names=spec.argument_names,
         name=str(spec),
+        ptx_file=compiled.ptx,
         shared_limit=spec.target.shared_bytes,
         settings=settings,
         build_folder=LIBRARIES,
