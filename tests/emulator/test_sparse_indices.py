@@ -73,7 +73,7 @@ def cases(spec: SparseIndicesSpec) -> list[tuple[IndexCase, bool]]:
     if has_ids:
         small.append(step(spec, 14, 5, k=40, padding=4, short="ids", **odd))
         # The last ids fill no whole vector: in the first batch or in a later one, in the first vector of a lane or in its second.
-        small += [step(spec, 9, 3, k=k, garbage=0.0) for k in (7, 519, 1031)]
+        small += [step(spec, 9, 3, k=k, garbage=0.0) for k in (7, 135, 519, 647, 1031, 1159)]
         large += [step(spec, MANY, 7, k=k, garbage=0.0) for k in (7, 135, 263, 391)]
     if spec.source != "none":
         some = [Request(9000, 3), Request(5000, 2), Request(300, 2)]  # rows whose ids are all valid, or some
