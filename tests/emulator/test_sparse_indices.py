@@ -79,7 +79,8 @@ def cases(spec: SparseIndicesSpec) -> list[tuple[IndexCase, bool]]:
         some = [Request(9000, 3), Request(5000, 2), Request(300, 2)]  # rows whose ids are all valid, or some
         most = [Request(4300, MANY - 70), Request(1400, 40), Request(0, 30)]
         for k, garbage in ((2056, 0.0), (850, 0.003)):
-            width = {"k": k} if has_ids else {"width": -(-k // 8) * 8}  # whole vectors, so that 32-byte accesses are allowed
+            # Whole vectors, so that 32-byte accesses are allowed.
+            width = {"k": k} if has_ids else {"width": -(-k // 8) * 8, "stale_blocks": garbage > 0}
             small.append(step(spec, 0, 0, rows=some, ratio=4, garbage=garbage, **width))
         for garbage in (0.0, 0.003):
             width = {"k": 850} if has_ids else {"width": 856, "stale_blocks": garbage > 0}
