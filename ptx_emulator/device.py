@@ -64,10 +64,12 @@ class Settings:
     prepare        called with (kernel's name for the caller, Memory, arguments by name) before each launch: declare outputs there
     approximation, check_races, statistics  see `run_ptx`
     on_result      called with (name, Result) after each launch
+    independent    called with the arguments by name: whether the launch is independent of the kernels in front of it (`run_ptx`)
     """
 
     prepare: Callable[[str, Memory, dict[str, Any]], None] | None = None
     on_result: Callable[[str, Result], None] | None = None
+    independent: Callable[[dict[str, Any]], bool] | None = None
     approximation: str = "nearest"
     check_races: bool = True
     statistics: bool = False
@@ -180,6 +182,7 @@ class EmulatedKernel:
             cluster=cluster,
             dynamic_shared=record.dynamic_shared,
             pdl=pdl,
+            independent=settings.independent is not None and settings.independent(self._arguments),
             approximation=settings.approximation,
             check_races=settings.check_races,
             statistics=settings.statistics,

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from ptx_emulator import parser as ptx
-from ptx_emulator.faults import LaunchError
+from ptx_emulator.faults import KernelFault, LaunchError
 from ptx_emulator.global_races import GlobalRaces
 from ptx_emulator.machine import Counters, Launch, Machine
 from ptx_emulator.memory import FOREIGN, UNWRITTEN, Buffer, Memory
@@ -102,6 +102,7 @@ def run_ptx(
     cluster: int | Sequence[int] = 1,
     dynamic_shared: int = 0,
     pdl: bool = False,
+    independent: bool = False,
     kernel: str = "",
     approximation: str = "nearest",
     check_races: bool = True,
@@ -112,7 +113,10 @@ def run_ptx(
 
     params        one value per kernel parameter (int, float or raw bytes), or the whole parameter buffer
     memory        every buffer the kernel may touch
-    pdl           launched with programmatic dependent launch: global accesses before `griddepcontrol.wait` are faults
+    pdl           launched with programmatic dependent launch: global accesses before `griddepcontrol.wait` are faults, and so are
+                  blocks that leave without it
+    independent   such accesses are meant: whoever launches knows that the kernels in front touch other memory. One block has to wait
+                  before it leaves, so that the grid does not complete before those in front of it
     approximation "nearest", or "low" / "high" for an end of the documented error interval of the approximate functions
     statistics    count the warps of every instruction, and sectors and bytes of every global access (slower)
 
@@ -124,7 +128,7 @@ def run_ptx(
         raise LaunchError(f"parameter buffer of {len(parameters)} bytes, {program.kernel.parameter_bytes} expected")
     if approximation not in ("nearest", "low", "high"):
         raise LaunchError(f"approximation {approximation!r}: nearest, low or high expected")
-    launch = Launch(_three(grid), _three(block), _three(cluster), dynamic_shared, parameters, pdl, approximation, check_races)
+    launch = Launch(_three(grid), _three(block), _three(cluster), dynamic_shared, parameters, pdl, approximation, check_races, independent)
     _check(program, launch, shared_limit)
     runs, lanes, warps = (np.zeros(len(program.blocks), np.int64) for _ in range(3))
     counters = Counters(runs, lanes, warps)
@@ -136,8 +140,14 @@ def run_ptx(
     order = _cluster_order(launch)
     step = clusters_at_once * launch.cluster_size
     global_races = GlobalRaces(program.build.global_granule, program.build.communicates) if check_races else None
+    waited = False
     for start in range(0, order.shape[0], step):
-        Machine(program, launch, whole, order[start : start + step], counters, global_races).run()
+        machine = Machine(program, launch, whole, order[start : start + step], counters, global_races)
+        machine.run()
+        waited = waited or bool(machine.waited_blocks.any())
+    if pdl and independent and not waited:
+        message = "all blocks leave without waiting for the kernels before them, so kernels after them may start too early"
+        raise KernelFault("missing griddepcontrol.wait", message, kernel=program.kernel.name)
     result = _result(program, counters)
     result.races, result.pdl = check_races, pdl
     result.read_only = any(not b.writable for b in memory.buffers)

@@ -30,7 +30,10 @@ _SPIN_LIMIT = 64  # polls in a row that change nothing before a wait counts as a
 
 @dataclass(frozen=True)
 class Launch:
-    """What the host asked for; `parameters` is the kernel's parameter buffer, `approximation` "nearest", "low" or "high"."""
+    """What the host asked for; `parameters` is the kernel's parameter buffer, `approximation` "nearest", "low" or "high".
+
+    `pdl` and `independent` are those of `run_ptx`.
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -40,6 +43,7 @@ class Launch:
     pdl: bool = False
     approximation: str = "nearest"
     check_races: bool = True
+    independent: bool = False
 
     @property
     def threads(self) -> int:
@@ -293,7 +297,7 @@ class Machine:
     # ---- ends
 
     def _finish(self) -> None:
-        if self.launch.pdl and not self.waited_blocks.all():
+        if self.launch.pdl and not self.launch.independent and not self.waited_blocks.all():
             block = int(np.flatnonzero(~self.waited_blocks)[0])
             raise KernelFault(
                 "missing griddepcontrol.wait",

@@ -102,8 +102,8 @@ def spaces(f: Fragment, address: np.ndarray) -> list[tuple[str, np.ndarray | Non
 
 
 def check_waited(f: Fragment) -> None:
-    """With programmatic dependent launch: no access to global memory before the wait."""
-    if f.machine.launch.pdl:
+    """With programmatic dependent launch: no access to global memory before the wait, unless the launch is independent."""
+    if f.machine.launch.pdl and not f.machine.launch.independent:
         waited = f.regs[WAITED]
         if not waited.all():
             i = int(np.flatnonzero(~waited)[0])
