@@ -180,7 +180,8 @@ class _Writer:
         self.body: list[str] = []
         self.known = {id(v): e for name in form.names if name in form.operation.made for e, v in _parts(name, given[name])}
         stay = {id(v) for name in form.operation.made if name not in form.names for _, v in _parts(name, given[name])}
-        self.outputs = {name: self.output(value, id(value) in stay) for name, value in launched.outputs.items()}
+        outputs = {name: value for name, value in launched.outputs.items() if value is not None}  # None: the form of table has no such part
+        self.outputs = {name: self.output(value, id(value) in stay) for name, value in outputs.items()}
 
     def constant(self, value: Any) -> str:
         name = f"c{len(self.scope)}"
