@@ -35,6 +35,7 @@ IDS_PER_LANE = 8
 # warp serves a row of its own (fewest instructions per row).
 FEW_ROWS = 1024
 BLOCK_WARPS = 3
+RESIDENT = 12  # blocks that an SM can hold by their registers: more than 56 registers would make it 10
 
 
 class Inputs(NamedTuple):
@@ -87,7 +88,12 @@ class SparseIndices:
             few = Int32(0)
         blocks = few * rows + (1 - few) * cute.ceil_div(rows, BLOCK_WARPS)
         self.kernel(inputs, outputs, window, compressed, ratio, few, independent).launch(
-            grid=[blocks, 1, 1], block=[BLOCK_WARPS * WARP, 1, 1], stream=stream, use_pdl=self.pdl
+            grid=[blocks, 1, 1],
+            block=[BLOCK_WARPS * WARP, 1, 1],
+            min_blocks_per_mp=RESIDENT,
+            preferred_smem_carveout=-1,  # the driver's default; without a value the DSL would ask a device
+            stream=stream,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
