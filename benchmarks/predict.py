@@ -144,6 +144,10 @@ def access_bytes(text: str) -> int:
     return int(found[1] or 1) * int(found[2]) // 8 if found else 0
 
 
+def _is_wide(opcode: str, vector_bytes: int) -> bool:
+    return opcode.startswith("cp.async.bulk") or access_bytes(opcode) >= vector_bytes
+
+
 def _opcode(text: str) -> str:
     return text.split(None, 1)[-1] if text.startswith("@") else text
 
@@ -185,7 +189,7 @@ def predict(kernel: Kernel, target: Target) -> Prediction:
     slots = issued(result.warps, result.texts) * ratio * scale
     direct = sum(row[2] for row in result.accesses.values())
     bulk = max(result.loaded + result.stored - direct, 0)
-    wide = bulk + sum(row[2] for line, row in result.accesses.items() if access_bytes(result.texts[line]) >= target.vector_bytes)
+    wide = bulk + sum(row[2] for line, row in result.accesses.items() if _is_wide(_opcode(result.texts[line]), target.vector_bytes))
     shared = sum(
         warps * 32 * access_bytes(_opcode(result.texts[line]))
         for line, warps in result.warps.items()
