@@ -22,8 +22,10 @@ def plans() -> list:
 
 def dealt(plan, count: int) -> list[list[int]]:
     """The rows of each block that lie in the step."""
-    of = [[plan.row_of(c, i) for i in range(plan.rows_of(count))] for c in range(plan.blocks(count))]
-    return [[t for t in rows if t < count] for rows in of]
+    evenly = plan.evenly(count)
+    of = [[plan.row_of(c, i) for i in range(plan.rows_of(count))] for c in range(min(plan.blocks(count), plan.deal))]
+    even = [[t for t in rows if t < evenly] for rows in of]
+    return even + [list(range(first, first + plan.short)) for first in range(evenly, count, plan.short or 1)]
 
 
 @pytest.mark.parametrize("plan", plans())
@@ -31,6 +33,14 @@ def dealt(plan, count: int) -> list[list[int]]:
 def test_every_row_is_dealt_once(plan, count: int) -> None:
     found = collections.Counter(t for rows in dealt(plan, count) for t in rows)
     assert sorted(found) == list(range(count)) and set(found.values()) == {1}
+
+
+@pytest.mark.parametrize("plan", plans())
+@pytest.mark.parametrize("count", [1, 264, 8192, 12671, 12672, 12700, 32768, 100_001])
+def test_long_steps_end_in_short_blocks(plan, count: int) -> None:
+    left = count - plan.evenly(count)
+    assert left == (plan.short * (plan.blocks(count) - plan.deal) if left else 0)
+    assert (left > 0) == (plan.ratio == 4 and count >= 48 * plan.deal) and left <= count / 16
 
 
 @pytest.mark.parametrize("plan", plans())

@@ -79,7 +79,8 @@ def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
 def long_step(spec: CompressStoreSpec, **options: Any) -> CompressCase:
     """A step whose blocks take more than 32 rows: twelve of block 0 close a window, in either pass; the rest is padding."""
     plan = plan_of(spec)
-    rows = [plan.row_of(0, i) for i in (*range(6), *range(32, 38))]
+    late = 47 if plan.short else 32  # with short blocks behind
+    rows = [plan.row_of(0, i) for i in (*range(6), *range(late, late + 6))]
     requests, at = [], 0
     for k, t in enumerate(sorted(rows)):
         requests += [Request(0, t - at)] * (t > at) + [Request(spec.ratio * (k % 3 + 1) - 1, 1)]
