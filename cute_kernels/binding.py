@@ -61,7 +61,8 @@ class Bound:
             tensors = validate.with_regular_empties(operation.tensors, tensors)
             # The anchor stays a torch tensor: from it TVM-FFI learns torch's current stream on each call.
             self._prepared = {n: tvm_ffi.from_dlpack(t) for n, t in tensors.items() if n != operation.anchor}
-        parameters = ("*", *(f"{name}=default_{name}" for name in self._names), "**others")
+        named = [f"{name}=default_{name}" for name in self._names]
+        parameters = (*(("*", *named) if named else ()), "**others")
         scope = {"compiling": is_compiling, **{f"default_{name}": value for name, value in self._defaults.items()}}
         skip = "others or compiling()"
         more: dict[str, Any] = {"parameters": parameters, "scope": scope, "skip": skip, "more": "others", "anywhere": not tensors}

@@ -70,7 +70,7 @@ class Form:
         self.ready: dict[tuple[Any, ...], Launch] = {}
         looks = [f"{operation.anchor}.device", "executor()"] if anywhere else []
         looks += [look for name in names for look in _looks(operation, name)]
-        sight, values = f"({''.join(f'{look}, ' for look in looks)})", ", ".join(names)
+        sight, values = f"({''.join(f'{look}, ' for look in looks)})", "".join(f"{name}, " for name in names)
         body = (
             f"if not ({skip}):",
             "    try:",
@@ -79,7 +79,7 @@ class Form:
             f"            return launch({values})",
             "    except REFUSALS:",
             "        pass",  # an argument of another kind than before, or one that the compiled function refuses: said or served below
-            f"return slow({values}, {more})",
+            f"return slow({values}{more})",
         )
         own = {"get": self.ready.get, "executor": loader.executor, "validating": env.VALIDATE.flag, "REFUSALS": REFUSALS, "slow": slow}
         self.call = _function(operation.public.__name__, parameters or names, body, {**own, **scope})

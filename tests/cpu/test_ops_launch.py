@@ -340,3 +340,16 @@ def test_a_deep_copy_of_a_bound_call_keeps_copies(launched):
     given = dict(zip(spec.argument_names, arguments, strict=True))
     assert isinstance(given["kv_cache"], tvm_ffi.Tensor) and torch.from_dlpack(given["kv_cache"]).data_ptr() == cache_copy.data_ptr()
     assert result is other._kept["out"] and result is not kept["out"]
+
+
+def test_a_bound_call_may_keep_everything(launched):
+    a = aligned_compress_arguments(target=Target.named("sm_100a"))
+    bound = prepared(ck.compress_store, **a)
+    for _ in range(2):
+        bound.call()
+    assert bound._form is not None and len(bound._form.ready) == 1
+    (_, one), (_, other) = launched
+    for first, second in zip(one, other, strict=True):
+        assert first is second or first == second
+    with pytest.raises(ck.InvalidArgument, match="ratio: got a value, expected nothing"):
+        bound.call(ratio=4)
