@@ -188,6 +188,17 @@ def gather_part(kv_format: str) -> Part:
     )
 
 
+def beside(part: Part) -> Part:
+    """A part whose launch is independent of the one in front of it."""
+    operation, make, size = part
+
+    def independent(step: Requests) -> Inputs:
+        args, options = make(step)
+        return args, {**options, "independent": True}
+
+    return operation, independent, size
+
+
 def convert_cases() -> Iterator[Case]:
     for family in ("sm100", "sm120"):
         for tokens, requests, compact in ((256, 0, True), (8192, 4, True), (8192, 4, False)):
@@ -212,11 +223,12 @@ def convert_part(compact: bool) -> Part:
 
 
 def glue_cases() -> Iterator[Case]:
-    """What one ratio-4 layer runs in front of decode: insert, compressor, index table, back to back."""
+    """What one ratio-4 layer runs in front of decode, in `SparseMLA`'s order and with its promise: compressor, and beside it index
+    table and insert."""
     for kv_format, q_dtype, bar in (("fp8", torch.float8_e4m3fn, 7.0), ("fp8_ds_mla", torch.bfloat16, None)):
         compress = compress_part({"ratio": 4, "kv_format": kv_format, "save": READ})
         family = family_of(kv_format)
-        parts = (insert_part(8, kv_format, q_dtype), compress, index_part(512, family))
+        parts = (compress, beside(index_part(512, family)), beside(insert_part(8, kv_format, q_dtype)))
         yield Case("glue", family, f"{kv_format} decode 256, 8 heads, k=512", 256, bar, parts, _steps(256, 0))
 
 

@@ -50,7 +50,7 @@ def gather_upconvert(
     """
     if is_compiling():
         return torch_gather.gather_upconvert(cache, out, block_table, workspace_starts, seq_starts, kv_scale, target)
-    return GATHER_UPCONVERT.run(locals())
+    return GATHER_UPCONVERT.run(cache, out, block_table, workspace_starts, seq_starts, kv_scale, target)
 
 
 def convert_indices(
@@ -92,7 +92,10 @@ def convert_indices(
     if is_compiling():
         tensors = (ids, token_to_req, block_table, workspace_starts, prefill_request_id)
         return torch_gather.convert_indices(*tensors, page_rows, block_stride_rows, pages, return_counts, out, counts, target)
-    return CONVERT_INDICES.run(locals())
+    return CONVERT_INDICES.run(
+        ids, token_to_req, block_table, page_rows, block_stride_rows, pages, workspace_starts, prefill_request_id,
+        return_counts, out, counts, target,
+    )  # fmt: skip
 
 
 # gather_upconvert ------------------------------------------------------------------------------------------------------

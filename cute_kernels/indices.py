@@ -28,6 +28,10 @@ class CombinedIndices:
     table: torch.Tensor
     lengths: torch.Tensor
 
+    def layout(self) -> tuple[object, ...]:
+        """All of it but addresses: the same for tables that fit the same calls."""
+        return CombinedIndices, self.table.dtype, self.table.shape, self.table.stride(), self.lengths.dtype, self.lengths.shape
+
 
 @dataclass(frozen=True)
 class SegmentIndices:
@@ -43,6 +47,10 @@ class SegmentIndices:
     window_lengths: torch.Tensor
     compressed: torch.Tensor | None = None
     compressed_lengths: torch.Tensor | None = None
+
+    def layout(self) -> tuple[object, ...]:
+        """All of it but addresses: the same for tables that fit the same calls."""
+        return SegmentIndices, *(None if t is None else (t.dtype, t.shape, t.stride()) for t in vars(self).values())
 
 
 Indices = CombinedIndices | SegmentIndices

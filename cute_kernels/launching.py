@@ -6,6 +6,8 @@ for each combination of them and remembered. All else that could be wrong the co
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ import torch
 from cute_kernels import dispatch, env, validate
 from cute_kernels.compile import cache
 from cute_kernels.compile.spec import KernelSpec
+from cute_kernels.forms import Form, Launched
 from cute_kernels.target import Target
 
 _NOTHING: Mapping[str, Any] = {}
@@ -49,10 +52,6 @@ class Plan:
         widths = (16, 32) if min(widest, spec.target.vector_bytes) == 32 else (16,)
         specs = tuple(replace(spec, vector_bytes=width) for width in widths)
         return Plan(spec.target, specs if rows else (), constants, size, operator.itemgetter(*spec.argument_names))
-
-
-# Told of a launch: the compiled function, its plan and spec, the outputs by the compiled function's names, what the call returns.
-Launched = Callable[[Callable[..., Any], Plan, KernelSpec, Mapping[str, Any], Any], None]
 
 
 @dataclass(frozen=True)
@@ -89,11 +88,24 @@ class Operation:
     outputs: Callable[[Mapping[str, Any], Plan], tuple[Mapping[str, Any], Any]] | None
     reference: Callable[[Mapping[str, Any], Target | None], Any]
 
-    def run(self, a: Mapping[str, Any]) -> Any:
-        """Checks, then runs on the device of the anchor; with backend="reference" plain PyTorch there."""
+    @functools.cached_property
+    def form(self) -> Form:
+        """The public call itself, all of whose arguments vary."""
+        return Form(self, tuple(inspect.signature(self.public).parameters), lambda *values: self.serve(*values), anywhere=True)
+
+    @functools.cached_property
+    def run(self) -> Callable[..., Any]:
+        """The public call's body, given its arguments in order: a ready launch, or `serve`."""
+        return self.form.call
+
+    def serve(self, *values: Any) -> Any:
+        """Checks, then runs on the device of the anchor; with backend="reference" plain PyTorch there. The next launch is ready."""
+        a = dict(zip(self.form.names, values, strict=True))
         anchor, plain = a[self.anchor], a.get("backend") == "reference"
         if isinstance(anchor, torch.Tensor) and anchor.is_cuda and not plain:
-            return self.launch(a, dispatch.cuda_target(anchor, a["target"]))
+            key = self.form.key(values)
+            remember = None if key is None else functools.partial(self.form.remember, key, a, _NOTHING)
+            return self.launch(a, dispatch.cuda_target(anchor, a["target"]), _NOTHING, remember)
         validate.on_cpu_or_cuda(self.anchor, anchor)
         target = dispatch.named_target(a["target"]) if plain else dispatch.resolve_target(anchor.device, a["target"])
         self.check(a, target)
@@ -101,7 +113,13 @@ class Operation:
             self.value_check(a)
         return self.reference(a, target)
 
-    def launch(self, a: Mapping[str, Any], target: Target, prepared: Mapping[str, Any] = _NOTHING, launched: Launched | None = None) -> Any:
+    def launch(
+        self,
+        a: Mapping[str, Any],
+        target: Target,
+        prepared: Mapping[str, Any] = _NOTHING,
+        launched: Callable[[Launched], None] | None = None,
+    ) -> Any:
         """Runs the kernel; `prepared` overrides arguments by their TVM-FFI tensors, `launched` is told what was launched."""
         if _validating():
             self.check(a, target)
@@ -129,7 +147,7 @@ class Operation:
                 raise
             return self.launch(regular, target, prepared)
         if launched is not None:
-            launched(kernel, plan, spec, outputs, result)
+            launched(Launched(kernel, plan, spec, outputs, result))
         return result
 
     def _widest(self, plan: Plan, arguments: Mapping[str, Any]) -> KernelSpec | None:
@@ -151,5 +169,5 @@ def reference_call(name: str, a: Mapping[str, Any], **more: Any) -> Any:
     from cute_kernels import reference
 
     function = getattr(reference, name)
-    given = {key: value for key, value in a.items() if key not in ("target", "backend")}
+    given = {key: value for key, value in a.items() if key not in ("target", "backend", "independent")}
     return function(**given, **more)

@@ -15,7 +15,7 @@ from cute_kernels.errors import InvalidArgument
 from cute_kernels.handles import Held
 from cute_kernels.indices import IdSource, Indices
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, KVFormat, PoolGeometry, format_of, formats_of, resolve_format
-from cute_kernels.ops import bind, compress_store, decode, new_tables, qkv_insert, sparse_indices
+from cute_kernels.ops import bound, compress_store, decode, new_tables, qkv_insert, sparse_indices
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.step import StepMetadata, slot_mapping
 from cute_kernels.target import Target
@@ -207,22 +207,19 @@ class SparseMLA(Held):
         self.sinks = None if sinks is None else self._padded_sinks(sinks)
         self._compress = None
         if spec.ratio > 1:
-            kept = {"state": state, "norm_weight": norm_weight, "cos_sin": cos_sin, "kv_cache": kv_cache, "ratio": spec.ratio}
+            kept: dict[str, Any] = {
+                "state": state,
+                "norm_weight": norm_weight,
+                "cos_sin": cos_sin,
+                "kv_cache": kv_cache,
+                "ratio": spec.ratio,
+            }
             more: dict[str, Any] = {"eps": spec.eps, "kv_scale": spec.kv_scale, "save": spec.save, "target": self.target}
-            self._compress = bind(compress_store, ape=ape, **kept, **more)
-        self._insert = bind(
-            qkv_insert,
-            kv_cache=swa_cache,
-            cos_sin=cos_sin,
-            eps=spec.eps,
-            padded_heads=spec.padded_heads,
-            apply_q_norm=spec.apply_q_norm,
-            q_scale=spec.q_scale,
-            kv_scale=spec.kv_scale,
-            q_dtype=spec.q_dtype(self.target),
-            backend=insert_backend,
-            target=self.target,
-        )
+            self._compress = bound(compress_store, ape=ape, **kept, **more)
+        kept = {"kv_cache": swa_cache, "cos_sin": cos_sin, "eps": spec.eps, "q_scale": spec.q_scale, "kv_scale": spec.kv_scale}
+        more = {"padded_heads": spec.padded_heads, "apply_q_norm": spec.apply_q_norm, "q_dtype": spec.q_dtype(self.target)}
+        more |= {"backend": insert_backend, "target": self.target}
+        self._insert = {independent: bound(qkv_insert, independent=independent, **kept, **more) for independent in (False, True)}
 
     def _require_format(self, name: str, cache: torch.Tensor | None) -> None:
         found = format_of(validate.tensor(name, cache), name)
@@ -280,9 +277,11 @@ class SparseMLA(Held):
             return layer_op.call(self, step, tables, q, kv, kv_score, ids, out, workspace, counters)
         if validate.tensor("q", q).dim() != 3 or q.shape[1] != self.spec.num_heads:
             raise InvalidArgument("q", f"shape {list(q.shape)}", f"[{step.num_tokens}, {self.spec.num_heads}, {HEAD_DIM}]")
-        self.compress(step, tables, kv_score)
-        indices = self.indices(step, tables, ids)
-        padded = self._insert(q=q, kv=kv, slots=tables.window_slots, positions=step.positions)
+        # The compressor's launch waits for all in front of it; the others touch other memory than it and each other, so they run
+        # beside it: state pool and compressed rows, index tables, window rows and q.
+        beside = self.compress(step, tables, kv_score)
+        indices = self.indices(step, tables, ids, independent=beside)
+        padded = self._insert[beside].call(q=q, kv=kv, slots=tables.window_slots, positions=step.positions)
         attended = decode(
             padded,
             self.swa_cache,
@@ -303,17 +302,17 @@ class SparseMLA(Held):
         assert isinstance(attended, torch.Tensor)
         return attended
 
-    def compress(self, step: StepMetadata, tables: StepTables, kv_score: torch.Tensor | None) -> None:
-        """The layer's `compress_store`; nothing for a window-only layer."""
+    def compress(self, step: StepMetadata, tables: StepTables, kv_score: torch.Tensor | None) -> bool:
+        """The layer's `compress_store`; nothing for a window-only layer. Returns whether launches may run beside its own."""
         if self._compress is None:
             if kv_score is not None:
                 raise InvalidArgument("kv_score", f"a {type(kv_score).__name__}", "None for a window-only layer (ratio 1)")
-            return
+            return False
         if tables.state_slots is None or tables.kv_slots is None:
             name = "tables.state_slots" if tables.state_slots is None else "tables.kv_slots"
             ratio = self.spec.ratio
             raise InvalidArgument(name, None, f"int64 [T], which ratio {ratio} needs", hint=f"StepTables.of(..., ratio={ratio}, ...)")
-        self._compress(
+        self._compress.call(
             kv_score=kv_score,
             state_block_table=tables.state_block_table,
             positions=step.positions,
@@ -322,9 +321,14 @@ class SparseMLA(Held):
             kv_slots=tables.kv_slots,
             seq_lens=None if self.spec.save.every_row else step.seq_lens,
         )
+        # An empty step launches nothing; and a deterministic torch fills what is new by launches of its own.
+        return tables.state_slots.shape[0] > 0 and not torch.are_deterministic_algorithms_enabled()
 
-    def indices(self, step: StepMetadata, tables: StepTables, ids: torch.Tensor | IdSource | None) -> Indices:
-        """The layer's index tables: per layer where the indexer chose, else once per step for all layers of one geometry."""
+    def indices(self, step: StepMetadata, tables: StepTables, ids: torch.Tensor | IdSource | None, *, independent: bool = False) -> Indices:
+        """The layer's index tables: per layer where the indexer chose, else once per step for all layers of one geometry.
+
+        independent  as for `sparse_indices`
+        """
         source, device = self._source(ids), step.positions.device
         chosen = ids if isinstance(ids, torch.Tensor) else None
         combined = dispatch.combined_form(self.target)
@@ -335,7 +339,7 @@ class SparseMLA(Held):
         compressed_table = None if self.spec.ratio == 1 else tables.compressed_block_table
         shape = ("sparse_indices", combined, width)
 
-        def build(buffers: Indices) -> Indices:
+        def build(number: object) -> Indices:
             return sparse_indices(
                 step.positions,
                 step.token_to_req,
@@ -348,7 +352,8 @@ class SparseMLA(Held):
                 ratio=self.spec.ratio,
                 width=None if source is IdSource.NONE else width,
                 slots=tables.window_slots,
-                out=first_rows(buffers, step.num_tokens),
+                out=step.once((*shape, number, "rows"), lambda: first_rows(step.keep((*shape, number), new_buffers), step.num_tokens)),
+                independent=independent,
                 target=self.target,
             )
 
@@ -356,14 +361,14 @@ class SparseMLA(Held):
             return new_tables(step.max_tokens, width, combined, device)
 
         if chosen is not None:
-            return build(step.keep((*shape, "per layer"), new_buffers))
+            return build("per layer")
         read = (tables.window_block_table, tables.window_slots, compressed_table)
 
         def build_shared() -> tuple[Indices, object]:
             # The n-th shared table of a shape uses the n-th buffer, step after step. The tensors it was built from are held, so
             # that no other tensor can come to lie at their addresses within the step.
             number = next(step.once((*shape, "count"), itertools.count))
-            return build(step.keep((*shape, number), new_buffers)), read
+            return build(number), read
 
         addresses = tuple(None if t is None else (t.data_ptr(), t.shape, t.stride()) for t in read)
         return step.once((*shape, source, self.spec.ratio, self.window, self.compressed, addresses), build_shared)[0]

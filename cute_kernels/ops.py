@@ -47,6 +47,7 @@ def compress_store(
     kv_scale: float | None = None,
     save: SavePolicy = SavePolicy.EVERY_ROW,
     seq_lens: torch.Tensor | None = None,
+    independent: bool = False,
     target: Target | str | None = None,
 ) -> None:
     """One step of a layer's compressor: saves this step's rows and stores one KV row for every group that a row closes.
@@ -69,6 +70,7 @@ def compress_store(
     kv_scale           the cache's FP8 scale; None or 1.0 with other formats
     save               which rows are saved
     seq_lens           [R] int32           tokens of each request, this step's included; needed unless every row is saved
+    independent        True: runs beside the launch in front of it. The caller promises what docs/design.md asks, "Independent launches"
     target             Target or name; default: the tensors' device
 
     Rows past the end of positions, token_to_req or kv_slots are padding too. Source of the mathematics: docs/spec.md,
@@ -77,7 +79,10 @@ def compress_store(
     if is_compiling():
         tensors = (kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache)
         return torch_ops.compress_store(*tensors, ratio, eps, kv_scale, save, seq_lens, target)
-    _COMPRESS_STORE.run(locals())
+    _COMPRESS_STORE.run(
+        kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache,
+        ratio, eps, kv_scale, save, seq_lens, independent, target,
+    )  # fmt: skip
 
 
 def sparse_indices(
@@ -95,6 +100,7 @@ def sparse_indices(
     slots: torch.Tensor | None = None,
     num_rows: int | None = None,
     out: Indices | None = None,
+    independent: bool = False,
     target: Target | str | None = None,
 ) -> Indices:
     """Which cache rows each query row attends to: its window, and its selected compressed entries.
@@ -112,6 +118,7 @@ def sparse_indices(
     slots                   [any] int64       a negative slot marks a padding row; None: no row is marked
     num_rows                rows of the tables, at least T (default T); rows past T are padding rows
     out                     tables to write into, of exactly the result's shapes; default: new ones
+    independent             as for `compress_store`
     target                  Target or name; default: the tensors' device. CPU tensors without one give the SM100 form
 
     Returns `CombinedIndices` (SM100 family: storage rows, lengths count the 128 window columns) or `SegmentIndices` (SM120
@@ -122,7 +129,10 @@ def sparse_indices(
     if is_compiling():
         tensors = (positions, token_to_req, window_block_table, ids, compressed_block_table)
         return torch_ops.sparse_indices(*tensors, window, compressed, source, ratio, width, slots, num_rows, out, target)
-    return _SPARSE_INDICES.run(locals())
+    return _SPARSE_INDICES.run(
+        positions, token_to_req, window_block_table, ids, compressed_block_table, window, compressed, source, ratio, width,
+        slots, num_rows, out, independent, target,
+    )  # fmt: skip
 
 
 def qkv_insert(
@@ -140,6 +150,7 @@ def qkv_insert(
     kv_scale: float | None = None,
     q_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
+    independent: bool = False,
     backend: str = "auto",
     target: Target | str | None = None,
 ) -> torch.Tensor:
@@ -158,6 +169,7 @@ def qkv_insert(
     kv_scale      the cache's FP8 scale; None or 1.0 with other formats
     q_dtype       torch.bfloat16, or torch.float8_e4m3fn with an FP8 cache
     out           [N, padded_heads, 512] of q_dtype, contiguous; default: a new tensor. `q` itself where dtype and heads agree
+    independent   as for `compress_store`
     backend       "auto" or "reference" (plain PyTorch, on any device)
     target        Target or name; default: the tensors' device
 
@@ -167,7 +179,10 @@ def qkv_insert(
     if is_compiling():
         tensors = (q, kv, kv_cache, slots, positions, cos_sin)
         return torch_ops.qkv_insert(*tensors, eps, padded_heads, apply_q_norm, q_scale, kv_scale, q_dtype, out, backend, target)
-    return _QKV_INSERT.run(locals())
+    return _QKV_INSERT.run(
+        q, kv, kv_cache, slots, positions, cos_sin, eps, padded_heads, apply_q_norm, q_scale, kv_scale, q_dtype, out,
+        independent, backend, target,
+    )  # fmt: skip
 
 
 def decode(
@@ -244,6 +259,7 @@ def _compress_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
         a["eps"],
         a["kv_scale"],
         a["save"],
+        a["independent"],
         cache.dtype,
         cache.shape,
         cache.stride(),
@@ -264,6 +280,7 @@ def _plan_compress_store(
     eps: float,
     kv_scale: float | None,
     save: SavePolicy,
+    independent: bool,
     dtype: torch.dtype,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -276,7 +293,7 @@ def _plan_compress_store(
     cache = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     state = torch.empty_strided(state_shape, state_strides, device="meta")
     tensors = {"kv_score": scores, "ape": ape or None, "seq_lens": seq_lens, "kv_cache": cache}
-    validate.compress_store_scalars({"ratio": ratio, "eps": eps, "kv_scale": kv_scale, "save": save, **tensors})
+    validate.compress_store_scalars({"ratio": ratio, "eps": eps, "kv_scale": kv_scale, "save": save, "independent": independent, **tensors})
     if not columns or scores is False or seq_lens is False or 0 in state_shape:
         raise Refused
     validate.check(validate.STATE, {"state": state}, {}, state.device)
@@ -286,7 +303,7 @@ def _plan_compress_store(
     kind = "none" if scores is None else "every_row" if save.every_row else "policy"
     spec = CompressStoreSpec(Target.named(target), ratio=ratio, kv_format=fmt.name, scores=scores is not None, save=kind)
     numbers = {"eps": float(eps), "inverse_kv_scale": inverse_scale(kv_scale)}
-    numbers |= {"rollback": save.rollback, "prefix_stride": save.prefix_stride}
+    numbers |= {"rollback": save.rollback, "prefix_stride": save.prefix_stride, "independent": int(independent)}
     return Plan.of(spec, numbers, rows=rows, widest=min(validate.alignment(cache), validate.alignment(state)))
 
 
@@ -306,6 +323,7 @@ def _index_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
         a["width"],
         a["window"],
         a["compressed"],
+        a["independent"],
     )
 
 
@@ -321,12 +339,14 @@ def _plan_sparse_indices(
     width: int | None,
     window: PoolGeometry,
     compressed: PoolGeometry | None,
+    independent: bool,
 ) -> Plan:
     ids = None if k is None else torch.empty((0, k), device="meta")
     a = {"source": source, "ratio": ratio, "width": width, "ids": ids, "window": window, "compressed": compressed}
     tensors = {"compressed_block_table": compressed_block_table or None, "positions": torch.empty(0, device="meta")}
-    validate.sparse_indices_scalars({**a, **tensors, "num_rows": None})
+    validate.sparse_indices_scalars({**a, **tensors, "num_rows": None, "independent": independent})
     sizes = {"window_pages": window.pages, "window_page_rows": window.page_rows, "window_span": window.span, "ratio": ratio}
+    sizes["independent"] = int(independent)
     if compressed is not None:
         sizes |= {"compressed_pages": compressed.pages, "compressed_page_rows": compressed.page_rows, "compressed_span": compressed.span}
     spec, columns = SparseIndicesSpec(Target.named(target), source=source.value, slots=slots), validate.sparse_indices_width(a)
@@ -392,6 +412,7 @@ def _insert_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
         a["kv_scale"],
         a["q_dtype"],
         a["apply_q_norm"],
+        a["independent"],
         a["backend"],
         cache.dtype,
         cache.shape,
@@ -411,6 +432,7 @@ def _plan_qkv_insert(
     kv_scale: float | None,
     q_dtype: torch.dtype,
     apply_q_norm: bool,
+    independent: bool,
     backend: str,
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -421,6 +443,7 @@ def _plan_qkv_insert(
     cache = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     table = torch.empty((int(positions), 0), device="meta")
     scalars = {"eps": eps, "q_scale": q_scale, "kv_scale": kv_scale, "q_dtype": q_dtype, "apply_q_norm": apply_q_norm, "backend": backend}
+    scalars["independent"] = independent
     validate.qkv_insert_scalars({**scalars, "kv_cache": cache, "cos_sin": table})
     fmt = format_of(cache)
     dispatch.require_format(fmt, Target.named(target))
@@ -428,6 +451,7 @@ def _plan_qkv_insert(
     name = "bf16" if q_dtype is torch.bfloat16 else "e4m3"
     spec = QkvInsertSpec(Target.named(target), kv_format=fmt.name, q_dtype=name, apply_q_norm=apply_q_norm)
     numbers = {"eps": float(eps), "inverse_q_scale": inverse_scale(q_scale), "inverse_kv_scale": inverse_scale(kv_scale)}
+    numbers["independent"] = int(independent)
     return Plan.of(spec, numbers, rows=rows, size=validate.insert_heads(heads, padded_heads), widest=validate.alignment(cache))
 
 
@@ -503,7 +527,12 @@ def bind(call: Callable[..., Any], **kept: Any) -> Callable[..., Any]:
     Weights, tables, caches and step buffers that keep their address are checked and converted here; the result takes the
     remaining arguments by name. A tensor bound here must not be reallocated; its contents may change.
     """
+    return bound(call, **kept).call
+
+
+def bound(call: Callable[..., Any], **kept: Any) -> Bound:
+    """`bind` for a holder that may be copied: its attribute `call` is what `bind` returns."""
     known = (*_OPERATIONS, decode)
     if call not in known:
         raise InvalidArgument("call", getattr(call, "__name__", repr(call)), "one of " + ", ".join(k.__name__ for k in known))
-    return Bound(call, _OPERATIONS.get(call), kept).call  # a method: calling an object takes longer
+    return Bound(call, _OPERATIONS.get(call), kept)

@@ -265,6 +265,12 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
+def flag(name: str, value: Any) -> None:
+    """True or False and nothing else."""
+    if not isinstance(value, bool):
+        raise InvalidArgument(name, repr(value), "True or False")
+
+
 def integer(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
     """An int in [least, most]."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -315,6 +321,7 @@ def compress_store_scalars(a: Mapping[str, Any]) -> None:
     """What the compiled function cannot see, in constant time: ratio, eps, policy, scale, format."""
     one_of("ratio", a["ratio"], (4, 128))
     positive("eps", a["eps"])
+    flag("independent", a["independent"])
     save = save_policy(a["save"])
     if (a["kv_score"] is None) != (a["ape"] is None):
         missing, given = ("ape", "kv_score") if a["ape"] is None else ("kv_score", "ape")
@@ -361,6 +368,7 @@ def sparse_indices_scalars(a: Mapping[str, Any]) -> None:
     if not isinstance(source, IdSource):
         raise InvalidArgument("source", repr(source), f"one of {', '.join(f'IdSource.{s.name}' for s in IdSource)}")
     _geometry("window", a["window"])
+    flag("independent", a["independent"])
     needs = {
         "compressed": source is not IdSource.NONE,
         "ids": source in (IdSource.LOCAL, IdSource.GLOBAL),
@@ -415,8 +423,8 @@ def qkv_insert_scalars(a: Mapping[str, Any]) -> None:
     one_of("backend", a["backend"], ("auto", "reference"))
     positive("eps", a["eps"])
     one_of("q_dtype", a["q_dtype"], (BF, torch.float8_e4m3fn))
-    if not isinstance(a["apply_q_norm"], bool):
-        raise InvalidArgument("apply_q_norm", repr(a["apply_q_norm"]), "True or False")
+    flag("apply_q_norm", a["apply_q_norm"])
+    flag("independent", a["independent"])
     fmt = format_of(tensor("kv_cache", a["kv_cache"]))
     scale("kv_scale", a["kv_scale"], fmt)
     if a["q_scale"] is not None and _moderate("q_scale", a["q_scale"]) != 1.0 and a["q_dtype"] is BF:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ptx_emulator.clocks import merge
 from ptx_emulator.memory import AccessFault
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class NamedBarriers:
         self.expected = np.zeros((machine.block_count, IDS), np.int64)  # 0: every thread that has not left
         self.open = np.zeros((machine.block_count, IDS), bool)
         self.came = np.zeros((IDS, machine.block_count * machine.warps_per_block), bool)
+        self.known: dict[int, np.ndarray] = {}  # what those knew who have arrived [blocks, kinds, columns]
         self.waiting: dict[int, list[tuple[Fragment, Any]]] = {}
 
     def fragments(self) -> list[Fragment]:
@@ -68,9 +70,24 @@ class NamedBarriers:
         if np.any(over):
             position = int(np.flatnonzero(f.blocks == here[over][0])[0])
             raise AccessFault("barrier mismatch", position, f"more threads arrive at barrier {number} than the {count} it expects")
+        if machine.races:
+            self._publish(number, warps, blocks)
         if wait:
             self.waiting.setdefault(number, []).append((f, note))
         self._release(number)
+
+    def _publish(self, number: int, warps: np.ndarray, blocks: np.ndarray) -> None:
+        assert self.machine.races is not None
+        known = self.machine.races.clocks.release_warps(warps)
+        first = np.flatnonzero(np.r_[True, blocks[1:] != blocks[:-1]])
+        together = np.maximum.reduceat(known, first, axis=0)
+        before = self.known.get(number)
+        if before is None or before.shape[-1] < known.shape[-1]:
+            whole = np.zeros((self.machine.block_count, *known.shape[1:]), np.int32)
+            if before is not None:
+                whole[..., : before.shape[-1]] = before
+            self.known[number] = before = whole
+        before[blocks[first]] = np.maximum(before[blocks[first]], together)
 
     def release_ready(self) -> None:
         for number in list(self.waiting):
@@ -91,9 +108,6 @@ class NamedBarriers:
             return
         machine.events += 1
         came = self.came[number].reshape(machine.block_count, machine.warps_per_block)
-        joined = np.flatnonzero((came & done[:, None]).ravel())
-        if machine.races:
-            machine.races.join(joined, joined // machine.warps_per_block)
         came[done] = False
         self.arrived[done, number] = 0
         self.open[done, number] = False
@@ -114,6 +128,11 @@ class NamedBarriers:
         reductions = [(f, note) for f, note in released if note is not None]
         if reductions:
             _reduce(machine, reductions)
+        if machine.races:
+            for f, _ in released:
+                warps = machine.warps(f)[0]
+                machine.races.clocks.learn_warps(warps, self.known[number][warps // machine.warps_per_block], meet=True)
+            self.known[number][done] = 0
         for f, _ in released:
             f.pc += 1
             machine.enqueue(f)
@@ -146,9 +165,8 @@ class ClusterBarriers:
         self.phase = np.zeros(self.count, np.int64)
         self.arrived = np.zeros(machine.alive.size, bool)
         self.entered = np.full(machine.alive.size, -1, np.int64)  # phase in which each lane last arrived, -1: no arrival to wait for
-        width = machine.launch.cluster_size * machine.warps_per_block
-        self.gathering = np.zeros((self.count, width), np.int32)
-        self.passed = np.zeros((self.count, width), np.int32)
+        self.gathering: list[np.ndarray | None] = [None] * self.count
+        self.passed: list[np.ndarray | None] = [None] * self.count
         self.waiting: list[Fragment] = []
 
     def arrive(self, f: Fragment, release: bool) -> None:
@@ -163,9 +181,9 @@ class ClusterBarriers:
         races = self.machine.races
         if races:
             warps = self.machine.warps(f)[0]
-            known = races.knowledge(warps) if release else races.relaxed_knowledge(warps)
-            np.maximum.at(self.gathering, warps // races.width, known)
-            races.advance(warps)
+            known = races.clocks.release_warps(warps, relaxed=not release)
+            for i, c in enumerate((warps // races.width).tolist()):
+                self.gathering[c] = merge(self.gathering[c], known[i])
         self.release_ready()
 
     def wait(self, f: Fragment) -> list[Fragment]:
@@ -189,9 +207,11 @@ class ClusterBarriers:
             return []
         self.entered[go.lanes] = -1
         if self.machine.races:
-            warps = self.machine.warps(go)[0]
-            self.machine.races.learn(warps, self.passed[warps // self.machine.races.width])
-            self.machine.races.advance(warps)
+            cluster = go.lanes // self.lanes_per_cluster
+            for c in np.unique(cluster).tolist():
+                known = self.passed[c]
+                assert known is not None  # a phase is complete when all have arrived
+                self.machine.races.clocks.learn(go.lanes[cluster == c], known)
         return [go]
 
     def release_ready(self) -> None:
@@ -203,7 +223,8 @@ class ClusterBarriers:
         self.machine.events += 1
         self.phase[done] += 1
         arrived[done] = False
-        self.passed[done] = self.gathering[done]
+        for c in np.flatnonzero(done).tolist():
+            self.passed[c], self.gathering[c] = self.gathering[c], None
         waiting, self.waiting = self.waiting, []
         for f in waiting:
             self.machine.enqueue(f)

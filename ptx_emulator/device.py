@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ptx_emulator.faults import EmulatorError, LaunchError
+from ptx_emulator.faults import EmulatorError, KernelFault, LaunchError, PtxSyntaxError
 from ptx_emulator.launch import Result, load_programs, run_ptx
 from ptx_emulator.memory import Memory
 from ptx_emulator.program import SHARED_START
@@ -64,10 +64,12 @@ class Settings:
     prepare        called with (kernel's name for the caller, Memory, arguments by name) before each launch: declare outputs there
     approximation, check_races, statistics  see `run_ptx`
     on_result      called with (name, Result) after each launch
+    independent    called with the arguments by name: whether the launch is independent of the kernels in front of it (`run_ptx`)
     """
 
     prepare: Callable[[str, Memory, dict[str, Any]], None] | None = None
     on_result: Callable[[str, Result], None] | None = None
+    independent: Callable[[dict[str, Any]], bool] | None = None
     approximation: str = "nearest"
     check_races: bool = True
     statistics: bool = False
@@ -95,13 +97,17 @@ class EmulatedKernel:
     argument_names: Sequence[str]
     settings: Settings
     shared_limit: int
+    ptx_file: Path | None = None
     launches: list[LaunchRecord] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     _arguments: dict[str, Any] = field(default_factory=dict)
     _error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self._programs = load_programs(self.ptx)
+        try:
+            self._programs = load_programs(self.ptx)
+        except PtxSyntaxError as error:
+            raise error.of_file(self.ptx_file) from None
         self._callback = _CALLBACK(self._launch)
         static = max(p.build.static_shared for p in self._programs.values()) - SHARED_START
         self.library.ptx_emulator_connect(self._callback, self.shared_limit, static)
@@ -140,7 +146,7 @@ class EmulatedKernel:
         try:
             self._run(kernel.decode(), config[0], arguments)
         except BaseException as error:
-            self._error = error
+            self._error = error.of_file(self.ptx_file) if isinstance(error, KernelFault) else error
             return 719  # cudaErrorLaunchFailure
         return 0
 
@@ -176,6 +182,7 @@ class EmulatedKernel:
             cluster=cluster,
             dynamic_shared=record.dynamic_shared,
             pdl=pdl,
+            independent=settings.independent is not None and settings.independent(self._arguments),
             approximation=settings.approximation,
             check_races=settings.check_races,
             statistics=settings.statistics,
@@ -208,6 +215,7 @@ def load(
     *,
     argument_names: Sequence[str] = (),
     name: str = "",
+    ptx_file: Path | None = None,
     shared_limit: int = 232_448,
     settings: Settings | None = None,
     build_folder: Path | None = None,
@@ -215,6 +223,7 @@ def load(
     """The function `symbol` of an object, launching into the emulator.
 
     ptx           text of the PTX the object was built from
+    ptx_file      where that text is, for messages
     shared_limit  bytes of shared memory a block may have on the device emulated
     build_folder  where linked libraries are kept and found again; a temporary folder without it
 
@@ -229,7 +238,7 @@ def load(
     handle.ptx_emulator_connect.restype = None
     handle.ptx_emulator_tensor.restype = ctypes.c_void_p
     function = tvm_ffi.load_module(str(library))[symbol]
-    return EmulatedKernel(name or symbol, function, handle, ptx, argument_names, settings or Settings(), shared_limit)
+    return EmulatedKernel(name or symbol, function, handle, ptx, argument_names, settings or Settings(), shared_limit, ptx_file)
 
 
 def link(object_file: Path, folder: Path | None = None) -> Path:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class EmulatorError(Exception):
-    """Base of everything this package raises on purpose."""
+    """Base of everything this package raises on purpose. `file` is the PTX file concerned, where it is known."""
+
+    file: Path | None = None
+
+    def of_file(self, path: Path | None) -> EmulatorError:
+        """This error, which names the file."""
+        if path is not None and self.file is None:
+            self.file = path
+            self.args = (f"{self.args[0]}\n    of {path}", *self.args[1:])
+        return self
 
 
 class PtxSyntaxError(EmulatorError):

@@ -10,9 +10,10 @@ from functools import lru_cache
 import numpy as np
 
 from ptx_emulator import parser as ptx
-from ptx_emulator.faults import LaunchError
+from ptx_emulator.faults import KernelFault, LaunchError
+from ptx_emulator.global_races import GlobalRaces
 from ptx_emulator.machine import Counters, Launch, Machine
-from ptx_emulator.memory import Buffer, Memory
+from ptx_emulator.memory import FOREIGN, UNWRITTEN, Buffer, Memory
 from ptx_emulator.program import SHARED_START, Program
 
 _LANES = 16384  # threads executed side by side: wide enough to hide Python, small enough for the cache
@@ -25,6 +26,9 @@ class Result:
 
     accesses  with `statistics`: PTX line of each global load and store -> (warps, 32-byte sectors they touched, bytes)
     warps     with `statistics`: PTX line of each instruction -> warps that executed it, with any number of lanes
+    races, pdl, read_only, owned, unwritten
+              what could be judged: races; waiting, as launched with PDL; stores to read-only tensors and outside owned rows, reads of
+              unwritten outputs, as buffers were declared so
     """
 
     kernel: str
@@ -35,6 +39,11 @@ class Result:
     stored: int
     accesses: dict[int, tuple[int, int, int]]
     warps: dict[int, int]
+    races: bool = True
+    pdl: bool = False
+    read_only: bool = False
+    owned: bool = False
+    unwritten: bool = False
 
     @property
     def never(self) -> list[int]:
@@ -93,6 +102,7 @@ def run_ptx(
     cluster: int | Sequence[int] = 1,
     dynamic_shared: int = 0,
     pdl: bool = False,
+    independent: bool = False,
     kernel: str = "",
     approximation: str = "nearest",
     check_races: bool = True,
@@ -103,7 +113,10 @@ def run_ptx(
 
     params        one value per kernel parameter (int, float or raw bytes), or the whole parameter buffer
     memory        every buffer the kernel may touch
-    pdl           launched with programmatic dependent launch: global accesses before `griddepcontrol.wait` are faults
+    pdl           launched with programmatic dependent launch: global accesses before `griddepcontrol.wait` are faults, and so are
+                  blocks that leave without it
+    independent   such accesses are meant: whoever launches knows that the kernels in front touch other memory. One block has to wait
+                  before it leaves, so that the grid does not complete before those in front of it
     approximation "nearest", or "low" / "high" for an end of the documented error interval of the approximate functions
     statistics    count the warps of every instruction, and sectors and bytes of every global access (slower)
 
@@ -115,7 +128,7 @@ def run_ptx(
         raise LaunchError(f"parameter buffer of {len(parameters)} bytes, {program.kernel.parameter_bytes} expected")
     if approximation not in ("nearest", "low", "high"):
         raise LaunchError(f"approximation {approximation!r}: nearest, low or high expected")
-    launch = Launch(_three(grid), _three(block), _three(cluster), dynamic_shared, parameters, pdl, approximation, check_races)
+    launch = Launch(_three(grid), _three(block), _three(cluster), dynamic_shared, parameters, pdl, approximation, check_races, independent)
     _check(program, launch, shared_limit)
     runs, lanes, warps = (np.zeros(len(program.blocks), np.int64) for _ in range(3))
     counters = Counters(runs, lanes, warps)
@@ -126,9 +139,20 @@ def run_ptx(
     clusters_at_once = max(min(_LANES // launch.threads, _SHARED // size) // launch.cluster_size, 1)
     order = _cluster_order(launch)
     step = clusters_at_once * launch.cluster_size
+    global_races = GlobalRaces(program.build.global_granule, program.build.communicates) if check_races else None
+    waited = False
     for start in range(0, order.shape[0], step):
-        Machine(program, launch, whole, order[start : start + step], counters).run()
-    return _result(program, counters)
+        machine = Machine(program, launch, whole, order[start : start + step], counters, global_races)
+        machine.run()
+        waited = waited or bool(machine.waited_blocks.any())
+    if pdl and independent and not waited:
+        message = "all blocks leave without waiting for the kernels before them, so kernels after them may start too early"
+        raise KernelFault("missing griddepcontrol.wait", message, kernel=program.kernel.name)
+    result = _result(program, counters)
+    result.races, result.pdl = check_races, pdl
+    result.read_only = any(not b.writable for b in memory.buffers)
+    result.owned, result.unwritten = (any(b.declared & bit for b in memory.buffers) for bit in (FOREIGN, UNWRITTEN))
+    return result
 
 
 def _check(program: Program, launch: Launch, shared_limit: int) -> None:

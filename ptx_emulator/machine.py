@@ -15,7 +15,8 @@ import numpy as np
 from ptx_emulator.barriers import ClusterBarriers, NamedBarriers
 from ptx_emulator.faults import KernelFault
 from ptx_emulator.fragment import Fragment, merge
-from ptx_emulator.instructions.copies import CopyGroups
+from ptx_emulator.global_races import GlobalRaces
+from ptx_emulator.instructions.copies import BulkGroups, CopyGroups
 from ptx_emulator.mbarriers import MBarriers
 from ptx_emulator.memory import AccessFault, Memory
 from ptx_emulator.parser import Instruction
@@ -29,7 +30,10 @@ _SPIN_LIMIT = 64  # polls in a row that change nothing before a wait counts as a
 
 @dataclass(frozen=True)
 class Launch:
-    """What the host asked for; `parameters` is the kernel's parameter buffer, `approximation` "nearest", "low" or "high"."""
+    """What the host asked for; `parameters` is the kernel's parameter buffer, `approximation` "nearest", "low" or "high".
+
+    `pdl` and `independent` are those of `run_ptx`.
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
@@ -39,6 +43,7 @@ class Launch:
     pdl: bool = False
     approximation: str = "nearest"
     check_races: bool = True
+    independent: bool = False
 
     @property
     def threads(self) -> int:
@@ -71,11 +76,27 @@ class Counters:
         row[1] += int(np.unique((warps << np.uint64(44)) ^ sectors).size)
         row[2] += nbytes * f.n
 
+    def bulk(self, line: int, address: int, nbytes: int) -> None:
+        """Count one bulk copy, as of a warp."""
+        if self.accesses is None:
+            return
+        row = self.accesses.setdefault(line, [0, 0, 0])
+        for i, count in enumerate((1, (address + nbytes - 1) // 32 - address // 32 + 1, nbytes)):
+            row[i] += count
+
 
 class Machine:
     """Runs the blocks with coordinates `coordinates` ([n, 3], whole clusters, rank order inside each)."""
 
-    def __init__(self, program: Program, launch: Launch, memory: Memory, coordinates: np.ndarray, counters: Counters) -> None:
+    def __init__(
+        self,
+        program: Program,
+        launch: Launch,
+        memory: Memory,
+        coordinates: np.ndarray,
+        counters: Counters,
+        global_races: GlobalRaces | None = None,
+    ) -> None:
         self.program, self.launch, self.memory, self.counters = program, launch, memory, counters
         self.block_coordinates = coordinates
         self.block_count = coordinates.shape[0]
@@ -94,14 +115,19 @@ class Machine:
         self.shared = SharedMemory(self.block_count, program.build.dynamic_start + launch.dynamic_shared, launch.cluster_size)
         self.local = LocalMemory(total, program.build.local_bytes)
         self.races = RaceChecker(self) if launch.check_races else None
+        self.global_races = global_races  # of the whole launch
+        if global_races:
+            global_races.enter(self)
         self.barriers = NamedBarriers(self)
         self.clusters = ClusterBarriers(self)
         self.mbarriers = MBarriers(self)
+        self.bulk = BulkGroups(self)
         self.waited_blocks = np.zeros(self.block_count, bool)
         self.ready: dict[int, list[Fragment]] = {}
         self.heap: list[int] = []
         self.parked: dict[int, list[Fragment]] = {}
         self.polling: list[Fragment] = []
+        self.asked = np.zeros(total, bool)  # the thread's last mbarrier wait was in vain
         self.copies: CopyGroups | None = None  # cp.async groups, from the first copy on
         self.events = 0
         self.giving_up = False  # pollers go on with "not yet": nothing else can run
@@ -128,10 +154,6 @@ class Machine:
     def poll(self, f: Fragment) -> None:
         """Keep a fragment at its mbarrier wait until something changes."""
         self.polling.append(f)
-
-    def retried(self, f: Fragment) -> bool:
-        """Whether a waiting thread should go on with the answer "not yet"."""
-        return self.giving_up
 
     def run(self) -> None:
         """Execute until every thread has left; raises `KernelFault`."""
@@ -204,7 +226,11 @@ class Machine:
         if block.ends:
             if block.trap:
                 raise self.fault("trap", "the kernel stopped itself", f, 0, block.instructions[-1])
-            self.exit(f)
+            kernel = self.program.kernel
+            try:
+                self.exit(f)
+            except AccessFault as fault:
+                raise self.fault(fault.check, fault.message, f, fault.index, (block.instructions or kernel.instructions)[-1]) from None
         elif block.condition is None:
             f.pc = block.target if block.target is not None else index + 1
             self.enqueue(f)
@@ -240,12 +266,11 @@ class Machine:
             self.enqueue(f.take(np.flatnonzero(which == value), self.program.blocks[target].live_in, target))
 
     def exit(self, f: Fragment) -> None:
+        self.bulk.check_exit(f)
         waited = f.full(WAITED)
         self.waited_blocks[f.blocks[waited]] = True
         self.alive[f.lanes] = False
         self.events += 1
-        if self.races:
-            self.races.exited(f)
         self.barriers.release_ready()
         self.clusters.release_ready()
         parked, self.parked = self.parked, {}
@@ -272,7 +297,7 @@ class Machine:
     # ---- ends
 
     def _finish(self) -> None:
-        if self.launch.pdl and not self.waited_blocks.all():
+        if self.launch.pdl and not self.launch.independent and not self.waited_blocks.all():
             block = int(np.flatnonzero(~self.waited_blocks)[0])
             raise KernelFault(
                 "missing griddepcontrol.wait",

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ptx_emulator.clocks import merge
 from ptx_emulator.memory import AccessFault
+from ptx_emulator.program import SHARED_START
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
@@ -21,7 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class MBarrier:
-    """`expected` arrivals per phase, `pending` of them still to come, `bytes` transactions still to come."""
+    """`expected` arrivals per phase, `pending` of them still to come, `bytes` transactions still to come.
+
+    gathering, passed  what those who have arrived in this phase knew, and what those did who arrived in all phases before
+    column             of the copies that complete here, among those of the clocks; -1: none has
+    maker, made        lane that initialised it, and the date of that
+    users, copiers     lanes that are known to use it rightly, themselves and by copies
+    """
 
     expected: int
     pending: int
@@ -29,6 +37,11 @@ class MBarrier:
     phase: int = 0
     gathering: np.ndarray | None = None
     passed: np.ndarray | None = None
+    column: int = -1
+    maker: int = -1
+    made: int = 0
+    users: set[int] = field(default_factory=set)
+    copiers: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -39,25 +52,30 @@ class MBarriers:
     objects: dict[int, MBarrier] = field(default_factory=dict)
     pending: list[Callable[[], None]] = field(default_factory=list)
 
-    def get(self, place: int, index: int) -> MBarrier:
-        if place not in self.objects:
-            offset = place % self.machine.shared.row
-            raise AccessFault("mbarrier", index, f"shared address {offset:#x} holds no initialised mbarrier", "shared memory")
-        return self.objects[place]
+    def get(self, place: int, lanes: np.ndarray, index: np.ndarray, *, copy: bool = False) -> MBarrier:
+        """The mbarrier at a place, for lanes (at positions `index` of their fragment) that use it, or name it to a copy."""
+        bar = self.objects.get(place)
+        if bar is None:
+            offset = place % self.machine.shared.row - SHARED_START
+            raise AccessFault("mbarrier", int(index[0]), f"shared offset {offset} holds no initialised mbarrier", "shared memory")
+        if self.machine.races:
+            self.machine.races.use(bar, lanes, index, copy=copy)
+        return bar
 
-    def initialise(self, place: int, count: int, index: int) -> None:
+    def initialise(self, place: int, count: int, lane: int, index: int) -> None:
         if not 1 <= count < 1 << 20:
             raise AccessFault("mbarrier", index, f"count {count} is not in 1 .. 2^20-1", "shared memory")
-        self.objects[place] = MBarrier(count, count)
+        races = self.machine.races
+        made = int(races.clocks.clock[lane // 32]) if races else 0
+        self.objects[place] = MBarrier(count, count, maker=lane, made=made)
         self.machine.shared.written[place : place + 8] = 1
 
-    def arrive(self, place: int, warp: int, index: int, count: int = 1, expect: int = 0, *, release: bool = True) -> int:
-        """One thread arrives `count` times, expecting `expect` more bytes; returns the phase it arrived in."""
-        bar = self.get(place, index)
+    def arrive(self, bar: MBarrier, lanes: np.ndarray, index: int, count: int, expect: int, *, release: bool) -> int:
+        """Threads arrive, `count` times together, expecting `expect` more bytes; returns the phase they arrived in."""
         bar.bytes += expect
         phase = bar.phase
         if release:
-            self.publish(bar, warp)
+            self.publish(bar, lanes)
         if count:
             if bar.pending < count:
                 raise AccessFault(
@@ -67,36 +85,40 @@ class MBarriers:
         self.settle(bar)
         return phase
 
-    def publish(self, bar: MBarrier, warp: int) -> None:
+    def publish(self, bar: MBarrier, lanes: np.ndarray) -> None:
         races = self.machine.races
         if races:
-            known = races.knowledge(np.array([warp]))[0]
-            bar.gathering = known if bar.gathering is None else np.maximum(bar.gathering, known)
-            races.advance(np.array([warp]))
+            bar.gathering = merge(bar.gathering, races.clocks.release(lanes))
+
+    def agent(self, bar: MBarrier, place: int) -> tuple[int, int]:
+        """Column and date of copies that complete in this phase."""
+        machine = self.machine
+        assert machine.races is not None
+        if bar.column < 0:
+            bar.column = machine.races.clocks.column(("mbarrier", place % (machine.shared.row * machine.launch.cluster_size)))
+        return bar.column, bar.phase + 1
 
     def settle(self, bar: MBarrier) -> None:
         if bar.pending == 0 and bar.bytes == 0:
             bar.phase += 1
             bar.pending = bar.expected
             if bar.gathering is not None:
-                bar.passed, bar.gathering = bar.gathering, None
+                bar.passed, bar.gathering = merge(bar.passed, bar.gathering), None
+            if bar.column >= 0:
+                done = np.zeros((self.machine.races.clocks.kinds, bar.column + 1), np.int32)  # type: ignore[union-attr]
+                done[:, bar.column] = bar.phase
+                bar.passed = merge(bar.passed, done)
             self.machine.events += 1
 
-    def transfer(self, place: int, nbytes: int, index: int) -> None:
+    def transfer(self, bar: MBarrier, nbytes: int) -> None:
         """`complete_tx`: bytes have arrived."""
-        bar = self.get(place, index)
         bar.bytes -= nbytes
         self.settle(bar)
 
-    def done(self, place: int, parity: int, index: int) -> bool:
-        """Whether the phase of this parity is complete."""
-        return (self.get(place, index).phase & 1) != parity
-
-    def acquire(self, place: int, warp: int) -> None:
+    def acquire(self, place: int, lanes: np.ndarray) -> None:
         bar = self.objects[place]
         if self.machine.races and bar.passed is not None:
-            self.machine.races.learn(np.array([warp]), bar.passed)
-            self.machine.races.advance(np.array([warp]))
+            self.machine.races.clocks.learn(lanes, bar.passed)
 
     def complete_pending(self) -> bool:
         """Carry out the oldest copy in flight; False if there is none."""

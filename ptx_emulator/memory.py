@@ -9,11 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ptx_emulator.faults import LaunchError
+
+if TYPE_CHECKING:
+    from ptx_emulator.global_races import GlobalRaces
 
 _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 FOREIGN = 1  # shadow bit: the kernel must not write this byte
@@ -49,6 +52,7 @@ class Buffer:
     description: str = ""
     keep: object = None
     shadow: np.ndarray | None = None
+    declared: int = 0  # shadow bits ever set
     views: dict[int, np.ndarray] = field(default_factory=dict)
     shadow_views: dict[int, np.ndarray] = field(default_factory=dict)
 
@@ -91,6 +95,7 @@ class Buffer:
         part = self.shadow[self.offset : self.offset + self.span]
         where = slice(None) if mask is None else mask
         if value:
+            self.declared |= bit
             part[where] |= np.uint8(bit)
         else:
             part[where] &= np.uint8(0xFF ^ bit)
@@ -206,8 +211,10 @@ class Memory:
         side = f"{-offset} bytes before the start" if offset < 0 else f"{offset - b.span} bytes past the end"
         return b.name, f"{address:#x}, {side} of {b.name!r} {b.description}, {b.span} bytes"
 
-    def load(self, address: np.ndarray, width: int, count: int) -> list[np.ndarray]:
-        """`count` consecutive elements of `width` bytes per address."""
+    def load(
+        self, address: np.ndarray, width: int, count: int, watch: GlobalRaces | None = None, lanes: np.ndarray | None = None
+    ) -> list[np.ndarray]:
+        """`count` consecutive elements of `width` bytes per address; `watch` is told which of `lanes` reads what may be written."""
         parts = self._resolve(address, width * count)
         shift = np.uint64(width.bit_length() - 1)
         results: list[np.ndarray] = []
@@ -216,6 +223,12 @@ class Memory:
             place = ((mine - np.uint64(buffer.origin)) >> shift).astype(np.int64)
             if buffer.shadow is not None:
                 self._check_written(buffer, place, index, width, count, address)
+            if watch is not None and buffer.writable:
+                assert lanes is not None
+                try:
+                    watch.read(buffer, lanes if index is None else lanes[index], place, width, count)
+                except AccessFault as fault:
+                    raise self._located(fault, index, address, width) from None
             view = buffer.views[width]
             loaded = [view[place + k] if k else view[place] for k in range(count)]
             if index is None:
@@ -239,8 +252,21 @@ class Memory:
                 where = self.describe(int(address[i]) + k * width, width)[1]
                 raise AccessFault("uninitialised read", i, f"nobody has written {where}", buffer.name)
 
-    def store(self, address: np.ndarray, width: int, values: list[np.ndarray]) -> None:
-        """Store one element of `width` bytes per entry of `values`, consecutive, at each address."""
+    def _located(self, fault: AccessFault, index: np.ndarray | None, address: np.ndarray, width: int) -> AccessFault:
+        """A fault of the lanes at positions `index`, with its place in words."""
+        i = fault.index if index is None else int(index[fault.index])
+        where = self.describe(int(address[min(i, address.size - 1)]), width)[1]
+        return AccessFault(fault.check, i, f"{fault.message}: {where}", fault.tensor)
+
+    def store(
+        self,
+        address: np.ndarray,
+        width: int,
+        values: list[np.ndarray],
+        watch: GlobalRaces | None = None,
+        lanes: np.ndarray | None = None,
+    ) -> None:
+        """Store one element of `width` bytes per entry of `values`, consecutive, at each address; `watch` is told which of `lanes` does."""
         shift = np.uint64(width.bit_length() - 1)
         count = len(values)
         for buffer, index in self._resolve(address, width * count):
@@ -251,9 +277,20 @@ class Memory:
                 raise AccessFault("write to read-only tensor", i, self.describe(int(address[i]), width)[1], buffer.name)
             if buffer.shadow is not None:
                 self._check_owned(buffer, place, index, width, count, address)
-            view = buffer.views[width]
-            for k, value in enumerate(values):
-                view[place + k] = value if index is None or value.shape[0] == 1 else value[index]
+            mine_values = values if index is None else [v if v.shape[0] == 1 else v[index] for v in values]
+            mine_lanes = lanes if index is None or lanes is None else lanes[index]
+            met = None
+            try:
+                if watch is not None:
+                    assert mine_lanes is not None
+                    met = watch.write(buffer, mine_lanes, place, width, mine_values)
+                view = buffer.views[width]
+                for k, value in enumerate(mine_values):
+                    view[place + k] = value
+                if watch is not None and met is not None:
+                    watch.after(buffer, place, width, mine_values, met)
+            except AccessFault as fault:
+                raise self._located(fault, index, address, width) from None
 
     def _check_owned(
         self, buffer: Buffer, place: np.ndarray, index: np.ndarray | None, width: int, count: int, address: np.ndarray

@@ -153,13 +153,22 @@ _GLOBAL_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|prefetch|multimem)\.(?!para
 _LEAVES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:ret|exit|trap|brx\S*|call\S*)\b", re.MULTILINE)
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
 _WAIT = re.compile(r"^\s*griddepcontrol\.wait;", re.MULTILINE)
+# A wait that a branch leads around: unless a register is 0; and in all blocks but the first, or where a register is 0.
+_SKIPPED = r"bra\s+(\$\w+);\s*(?://.*\s*)?griddepcontrol\.wait;\s*(?://.*\s*)?"
+_FIRST_WAIT = re.compile(rf"setp\.ne\.[bsu]32\s+(%p\d+), (%r\d+), 0;\s*@\1 {_SKIPPED}\3:")
+_LAST_WAIT = re.compile(
+    r"setp\.eq\.[bsu]32\s+(%p\d+), (%r\d+), 0;\s*(?:mov\.u32\s+(%r\d+), %ctaid\.x;\s*)?setp\.ne\.[bsu]32\s+(%p\d+), (%r\d+), 0;\s*"
+    rf"or\.pred\s+(%p\d+), (?:\4, \1|\1, \4);\s*@\6 {_SKIPPED}\7:\s*ret;\s*(?://.*\s*)*$"
+)
+_PARAMETER, _BLOCK_INDEX = r"ld\.param\.[bsu]32\s+{}, \[(\w+)\];", r"mov\.u32\s+{}, %ctaid\.x;"
 
 
 def pdl_faults(ptx: str) -> list[str]:
     """Where a kernel breaks the rule of programmatic dependent launch: one sentence a fault, none for a sound kernel.
 
-    The rule: every thread executes an unconditional wait before its first access to global memory. So the wait must stand before
-    every global access, and no path may lead around it: no return, and no branch to a place behind it.
+    The rule: every thread executes a wait before its first access to global memory. So the wait must stand before every global
+    access, and no path may lead around it: no return, and no branch to a place behind it. One exception: a kernel may skip this wait
+    where a parameter is not 0, if the threads of its first block then execute one directly before they leave.
     """
     faults = []
     entries = _ENTRY.findall(ptx)
@@ -170,10 +179,24 @@ def pdl_faults(ptx: str) -> list[str]:
         if found is None:
             faults.append(f"{name}: no unconditional griddepcontrol.wait")
             continue
-        before = body[: found.start()]
+        guard = _FIRST_WAIT.search(body)
+        late = guard is not None and guard.start() < found.start() < guard.end()
+        before = body[: guard.start() if guard is not None and late else found.start()]
+        if guard is not None and late and not _waits_last(body, guard):
+            faults.append(f"{name}: a griddepcontrol.wait that may be skipped, and no last one in its place")
         faults += [f"{name}: `{access[0]}` before griddepcontrol.wait" for access in _GLOBAL_ACCESS.finditer(before)]
         faults += [f"{name}: `{leave[0].strip()}` before griddepcontrol.wait" for leave in _LEAVES.finditer(before)]
         for label in _BRANCH.findall(before):
             if f"{label}:" not in before:
                 faults.append(f"{name}: a branch to {label} leads around griddepcontrol.wait")
     return faults
+
+
+def _waits_last(body: str, first: re.Match[str]) -> bool:
+    """Whether the first block's threads wait directly before the only way out, where the parameter lets all skip the first wait."""
+    last = _LAST_WAIT.search(body)
+    if last is None or len(_LEAVES.findall(body)) != 1:
+        return False
+    parameters = [re.findall(_PARAMETER.format(r), body[: m.start()])[-1:] for r, m in ((first[2], first), (last[2], last))]
+    block = last[3] == last[5] or re.search(_BLOCK_INDEX.format(last[5]), body) is not None
+    return bool(parameters[0]) and parameters[0] == parameters[1] and block

@@ -101,6 +101,7 @@ class CompressStoreSpec(KernelSpec):
             *("norm_weight", "cos_sin", "kv_cache", "eps"),
             *(("inverse_kv_scale",) if self.kv_format == "fp8" else ()),
             *(("rollback", "prefix_stride") if self.save == "policy" else ()),
+            "independent",
         )
 
 
@@ -138,6 +139,7 @@ class SparseIndicesSpec(KernelSpec):
             *(("compressed_pages", "compressed_page_rows") if has_part else ()),
             *(("compressed_span",) if has_part and combined else ()),
             *(("ratio",) if self.source in ("local", "all_groups") else ()),
+            "independent",
         )
 
 
@@ -166,6 +168,7 @@ class QkvInsertSpec(KernelSpec):
             *(("eps",) if self.apply_q_norm else ()),
             *(("inverse_q_scale",) if self.q_dtype == "e4m3" else ()),
             *(("inverse_kv_scale",) if self.kv_format == "fp8" else ()),
+            "independent",
         )
 
 

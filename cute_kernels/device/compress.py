@@ -49,6 +49,7 @@ class Arguments(NamedTuple):
     inverse_kv_scale: Any = None
     rollback: Any = None
     prefix_stride: Any = None
+    independent: Any = None
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class CompressKernel:
         shared = self.allocate()
         plan.ring.prepare(shared.ring, tid)
         cute.arch.sync_threads()
-        pdl.begin(self.pdl)
+        pdl.begin(self.pdl, mA.independent)
         if tid < plan.pooling:
             self.consume(mA, shared, tid)
         elif tid < plan.pooling + 32:
@@ -186,6 +187,7 @@ class CompressKernel:
         else:
             if cutlass.const_expr(mA.kv_score is not None):
                 self.save(mA, Int32(block), rows, tid - (plan.pooling + 32))
+        pdl.end(self.pdl, mA.independent)
 
     def allocate(self) -> Shared:
         plan, smem = self.plan, SmemAllocator()

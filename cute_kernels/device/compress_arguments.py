@@ -46,5 +46,6 @@ def fake_arguments(spec: CompressStoreSpec, width: int) -> list[Any]:
         "inverse_kv_scale": lambda: Float32(1.0),
         "rollback": lambda: Int32(0),
         "prefix_stride": lambda: Int32(0),
+        "independent": lambda: Int32(0),
     }
     return [made[name]() for name in spec.argument_names]

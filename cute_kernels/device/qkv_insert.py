@@ -44,6 +44,7 @@ class Arguments(NamedTuple):
     eps: Any = None
     inverse_q_scale: Any = None
     inverse_kv_scale: Any = None
+    independent: Any = None
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,13 @@ class InsertKernel:
         token = by_units.quotient(unit)
         part = unit - token * units
         lane = tid % WARP
-        pdl.begin(self.pdl)
+        pdl.begin(self.pdl, mA.independent)
         if token < memory.extent(mA.q):
             if part == 0:
                 self.insert_kv(mA, token, lane)
             else:
                 self.insert_q(mA, token, (part - 1) * share, share, policy, lane)
+        pdl.end(self.pdl, mA.independent)
 
     @cute.jit
     def insert_q(self, mA: Arguments, token: Int32, first: Int32, share: Int32, policy: Int64, lane: Int32):
@@ -272,5 +274,6 @@ def fake_arguments(spec: QkvInsertSpec) -> list[Any]:
         "eps": Float32(0.0),
         "inverse_q_scale": Float32(1.0),
         "inverse_kv_scale": Float32(1.0),
+        "independent": Int32(0),
     }
     return [made[name] for name in spec.argument_names]

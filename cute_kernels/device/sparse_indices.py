@@ -12,7 +12,7 @@ from cutlass import Int32, Int64
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.device.compaction import WARP, fill, store_by_warp, store_by_warps
-from cute_kernels.device.pdl import begin
+from cute_kernels.device.pdl import begin, end
 from cute_kernels.device.slots import INT32_MAX, Divisor, Pool, any_below, load_ids, resolve_rows, resolve_slots
 from cute_kernels.kv_format import WINDOW
 
@@ -66,31 +66,43 @@ class SparseIndices:
         self.source, self.vector, self.length_base, self.pdl = source, vector, length_base, pdl
 
     @cute.jit
-    def launch(self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, stream):
+    def launch(
+        self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, independent: Int32, stream
+    ):
         """Launch on `stream`: a block per row for few rows, a warp per row for many (host code inside a `@cute.jit` function)."""
         rows = outputs.window.shape[0]
         few = Int32(rows <= FEW_ROWS)
         if cutlass.const_expr(self.source == "none"):
             few = Int32(0)
         blocks = few * rows + (1 - few) * cute.ceil_div(rows, BLOCK_WARPS)
-        self.kernel(inputs, outputs, window, compressed, ratio, few).launch(
+        self.kernel(inputs, outputs, window, compressed, ratio, few, independent).launch(
             grid=[blocks, 1, 1], block=[BLOCK_WARPS * WARP, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
-    def kernel(self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, few: Int32):
+    def kernel(
+        self,
+        inputs: Inputs,
+        outputs: Outputs,
+        window: Pool,
+        compressed: Pool | None,
+        ratio: Divisor | None,
+        few: Int32,
+        independent: Int32,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP)
         lane = thread % WARP
 
-        begin(self.pdl)
+        begin(self.pdl, independent)
         if few != 0:
             if cutlass.const_expr(self.source != "none"):
                 self.row_part(inputs, outputs, window, compressed, ratio, block, warp, lane, BLOCK_WARPS - 1)
         else:
             row = block * BLOCK_WARPS + warp
             self.row_part(inputs, outputs, window, compressed, ratio, row, Int32(0), lane, 1)
+        end(self.pdl, independent)
 
     @cute.jit
     def row_part(
@@ -270,7 +282,7 @@ def fake_inputs(vector: int) -> dict[str, object]:
         "compressed_block_table": block_table(),
     }
     numbers = ("window_pages", "window_page_rows", "window_span", "compressed_pages", "compressed_page_rows", "compressed_span", "ratio")
-    return {**fakes, **dict.fromkeys(numbers, Int32(1))}
+    return {**fakes, **dict.fromkeys((*numbers, "independent"), Int32(1))}
 
 
 def fake_table(rows: object, columns: object, vector: int) -> cute.Tensor:

@@ -35,7 +35,7 @@ class CombinedTable:
         window = Pool.of(given["window_pages"], given["window_page_rows"], given["window_span"], block_table)
         inputs = Inputs.of(given)
         outputs = Outputs(window_part, None, compressed_part, given["lengths"])
-        self.kernel.launch(inputs, outputs, window, compressed, ratio, given["stream"])
+        self.kernel.launch(inputs, outputs, window, compressed, ratio, given["independent"], given["stream"])
 
 
 def trace(spec: SparseIndicesSpec):

@@ -29,7 +29,7 @@ class Segments:
         window = Pool.of(given["window_pages"], page_rows, page_rows, given["window_block_table"])
         inputs = Inputs.of(given)
         outputs = Outputs(given["window_table"], given["window_lengths"], given.get("compressed_table"), given.get("compressed_lengths"))
-        self.kernel.launch(inputs, outputs, window, compressed, ratio, given["stream"])
+        self.kernel.launch(inputs, outputs, window, compressed, ratio, given["independent"], given["stream"])
 
 
 def trace(spec: SparseIndicesSpec):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +15,7 @@ from ptx_emulator.program import NUMPY, Build, Step, opcode
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
+    from ptx_emulator.mbarriers import MBarrier
 
 U64 = np.uint64
 
@@ -64,7 +64,7 @@ def _cp(build: Build, ins: ptx.Instruction) -> Step:
         full = np.flatnonzero(sizes == size)
         if full.size:
             try:
-                words = machine.memory.load(addresses[full], width, size // width)
+                words = machine.memory.load(addresses[full], width, size // width, machine.global_races, f.lanes[full])
             except AccessFault as fault:
                 fault.index = int(full[fault.index])
                 raise
@@ -113,6 +113,8 @@ class CopyGroups:
             mine = np.isin(lanes, f.lanes) & (group <= self.count[lanes] - allowed)
             if mine.any():
                 put(self.machine, place[mine], data[mine])
+                if self.machine.races:
+                    self.machine.races.landed(lanes[mine], place[mine], data.shape[1])
             if not mine.all():
                 rest.append((lanes[~mine], place[~mine], data[~mine], group[~mine]))
         self.committed = rest
@@ -177,14 +179,15 @@ def _arrive(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
 
 def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
     """`cp.async.bulk` between global and shared memory, and its groups."""
+    build.asynchronous = True
     if m.take("commit_group"):
         m.finish(0)
-        return lambda f: None
+        return lambda f: f.machine.bulk.commit(f)
     if m.take("wait_group"):
-        # Bulk stores below are carried out at once, so a group has always been read and written.
         m.take("read")
         m.finish(1)
-        return lambda f: None
+        n = int(ins.operands[0].text, 0)  # type: ignore[union-attr]
+        return lambda f: f.machine.bulk.wait(f, n)
     if m.take("prefetch"):
         m.take("L2")
         m.take("global")
@@ -226,49 +229,84 @@ def _bulk_load(build: Build, ins: ptx.Instruction) -> Step:
             if nbytes == 0:
                 continue
             try:
-                data = _read_global(machine, int(sources[i]), nbytes)
+                data = _read_global(machine, int(sources[i]), nbytes, one)
             except AccessFault as fault:
                 fault.index = i
                 raise
             machine.counters.loaded += nbytes
+            machine.counters.bulk(ins.line, int(sources[i]), nbytes)
             _start_copy(machine, one, i, targets[i : i + 1], bars[i : i + 1], data)
 
     return run
 
 
-def _read_global(machine: Machine, address: int, nbytes: int) -> np.ndarray:
-    words = machine.memory.load(np.arange(address, address + nbytes, 8, dtype=U64), 8, 1)[0]
+def _read_global(machine: Machine, address: int, nbytes: int, one: Fragment) -> np.ndarray:
+    addresses = np.arange(address, address + nbytes, 8, dtype=U64)
+    words = machine.memory.load(addresses, 8, 1, machine.global_races, np.repeat(one.lanes, addresses.size))[0]
     return words.view(np.uint8)
 
 
 def _start_copy(machine: Machine, one: Fragment, index: int, target: np.ndarray, bar: np.ndarray, data: np.ndarray) -> None:
     """Mark the destination as in flight and queue the arrival of its bytes on the mbarrier."""
-    nbytes = data.size
-    place = machine.shared.place(one, target, 16)[0]
+    nbytes, lane = data.size, int(one.lanes[0])
+    start = int(machine.shared.place(one, target, 16)[0][0])
     machine.shared.place(one, target + U64(nbytes - 16), 16)
-    barrier = int(machine.shared.place(one, bar, 8)[0][0])
-    warp, start = int(one.lanes[0]) // 32, int(place[0])
+    place = int(machine.shared.place(one, bar, 8)[0][0])
+    barrier = machine.mbarriers.get(place, one.lanes, np.array([index]), copy=True)
     if machine.races:
-        _record(machine.races.write, one, start, nbytes)
-        machine.mbarriers.publish(machine.mbarriers.get(barrier, index), warp)
+        column, date = machine.mbarriers.agent(barrier, place)
+        machine.races.copy(lane, index, start, nbytes, column, date, writes=True)
     machine.shared.written[start : start + nbytes] = 2
 
     def arrive() -> None:
         machine.shared.data[start : start + nbytes] = data
         machine.shared.written[start : start + nbytes] = 1
-        machine.mbarriers.transfer(barrier, nbytes, index)
+        machine.mbarriers.transfer(barrier, nbytes)
 
     machine.mbarriers.pending.append(arrive)
 
 
-def _record(access: Callable[[Fragment, np.ndarray, int], None], one: Fragment, start: int, nbytes: int) -> None:
-    """Check and record an access of one thread to many bytes: as one of many lanes, 16 bytes each, that are the same thread."""
-    count = nbytes // 16
-    access(one.take(np.zeros(count, np.int64), [], one.pc), start + 16 * np.arange(count), 16)
+class BulkGroups:
+    """Per thread of a chunk: groups of bulk stores committed and waited for, and whether stores wait for their commit.
+
+    The stores are carried out at once, but their source counts as read until its group has been waited for.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.committed, self.over = (np.zeros(machine.alive.size, np.int32) for _ in range(2))
+        self.open = np.zeros(machine.alive.size, bool)
+
+    def column(self, lane: int) -> int:
+        assert self.machine.races is not None
+        return self.machine.races.clocks.column(("bulk stores", lane % self.machine.races.threads))
+
+    def commit(self, f: Fragment) -> None:
+        self.committed[f.lanes] += 1
+        self.open[f.lanes] = False
+
+    def wait(self, f: Fragment, allowed: int) -> None:
+        over = np.maximum(self.committed[f.lanes] - allowed, self.over[f.lanes])
+        if self.machine.races:
+            clocks = self.machine.races.clocks
+            for lane, date in zip(f.lanes[over > self.over[f.lanes]].tolist(), over[over > self.over[f.lanes]].tolist(), strict=True):
+                column = self.column(lane)
+                known = np.zeros((clocks.kinds, column + 1), np.int32)
+                known[:, column] = date
+                clocks.learn(np.array([lane]), known)
+        self.over[f.lanes] = over
+
+    def check_exit(self, f: Fragment) -> None:
+        """A block's shared memory must outlive the stores that read it."""
+        bad = self.open[f.lanes] | (self.committed[f.lanes] > self.over[f.lanes])
+        if bad.any():
+            i = int(np.flatnonzero(bad)[0])
+            raise AccessFault("bulk store not waited for", i, "a thread leaves while its bulk store may still read shared memory")
 
 
 def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
     target, source = address_of(build, ins, ins.operands[0], "global"), address_of(build, ins, ins.operands[1], "shared")
+    build.global_granule = min(build.global_granule, 8)
     size = build.source(ins.operands[2], "u32", ins)
 
     def run(f: Fragment) -> None:
@@ -285,22 +323,28 @@ def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
             machine.shared.place(one, sources[i : i + 1] + U64(nbytes - 16), 16)
             start = int(place[0])
             if machine.races:
-                _record(machine.races.read, one, start, nbytes)
+                lane = int(one.lanes[0])
+                column, date = machine.bulk.column(lane), int(machine.bulk.committed[lane]) + 1
+                machine.races.copy(lane, i, start, nbytes, column, date, writes=False)
+            machine.bulk.open[one.lanes] = True
             if (machine.shared.written[start : start + nbytes] != 1).any():
                 raise AccessFault("uninitialised read", i, "bulk store of shared memory nobody has written", "shared memory")
             words = machine.shared.data[start : start + nbytes].copy().view(U64)
             try:
-                machine.memory.store(np.arange(int(targets[i]), int(targets[i]) + nbytes, 8, dtype=U64), 8, [words])
+                addresses = np.arange(int(targets[i]), int(targets[i]) + nbytes, 8, dtype=U64)
+                machine.memory.store(addresses, 8, [words], machine.global_races, np.repeat(one.lanes, addresses.size))
             except AccessFault as fault:
                 fault.index = i
                 raise
             machine.counters.stored += nbytes
+            machine.counters.bulk(ins.line, int(targets[i]), nbytes)
 
     return run
 
 
 def store_async(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
     """`st.async.shared::cluster.mbarrier::complete_tx::bytes`: remote store that completes on the target block's mbarrier."""
+    build.asynchronous = True
     m.take("weak")
     space, completes = m.take("shared::cluster"), m.take("mbarrier::complete_tx::bytes")
     vector, kind = m.take("v2", "v4"), m.type()
@@ -321,19 +365,27 @@ def store_async(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
         targets, bars = np.broadcast_to(target(f), (f.n,)), np.broadcast_to(bar(f), (f.n,))
         nbytes = width * len(slots)
         places = machine.shared.place(f, targets, nbytes)[0]
-        barriers = machine.shared.place(f, bars, 8)[0]
-        if machine.races:
-            machine.races.write(f, places, nbytes)
+        at = np.broadcast_to(machine.shared.place(f, bars, 8)[0], (f.n,))
         data = np.stack([f.full(s) for s in slots], 1).view(np.uint8).reshape(f.n, nbytes)
-        machine.shared.written[places[:, None] + np.arange(nbytes)] = 2
-        for i in range(f.n):
+        barriers: list[tuple[MBarrier, int]] = []
+        agents, dates = np.zeros(f.n, np.int32), np.zeros(f.n, np.int32)
+        for place in np.unique(at).tolist():
+            index = np.flatnonzero(at == place)
+            barrier = machine.mbarriers.get(place, f.lanes[index], index)
             if machine.races:
-                machine.mbarriers.publish(machine.mbarriers.get(int(barriers[i]), i), int(f.lanes[i]) // 32)
+                column, dates[index] = machine.mbarriers.agent(barrier, place)
+                agents[index] = machine.races.threads + column
+            barriers.append((barrier, nbytes * index.size))
+        if machine.races:
+            machine.races.write(f, places, nbytes, by=agents, date=dates)
+            for (barrier, _), place in zip(barriers, np.unique(at).tolist(), strict=True):
+                machine.mbarriers.publish(barrier, f.lanes[at == place])  # complete_tx is a release, of what the thread did before, too
+        machine.shared.written[places[:, None] + np.arange(nbytes)] = 2
 
         def arrive() -> None:
             put(machine, places, data)
-            for i in range(data.shape[0]):
-                machine.mbarriers.transfer(int(barriers[i]), nbytes, i)
+            for barrier, count in barriers:
+                machine.mbarriers.transfer(barrier, count)
 
         machine.mbarriers.pending.append(arrive)
 

@@ -59,7 +59,7 @@ class Access:
         self.space = m.take(*_SPACES).replace("param::entry", "param") or "generic"
         if self.space.startswith("shared"):
             self.space = "shared"
-        m.take(*_ORDER)
+        self.strong = m.take(*_ORDER) not in ("", "weak")
         m.take(*_SCOPE)
         m.take("nc")
         m.take(*_CACHE)
@@ -102,8 +102,8 @@ def spaces(f: Fragment, address: np.ndarray) -> list[tuple[str, np.ndarray | Non
 
 
 def check_waited(f: Fragment) -> None:
-    """With programmatic dependent launch: no access to global memory before the wait."""
-    if f.machine.launch.pdl:
+    """With programmatic dependent launch: no access to global memory before the wait, unless the launch is independent."""
+    if f.machine.launch.pdl and not f.machine.launch.independent:
         waited = f.regs[WAITED]
         if not waited.all():
             i = int(np.flatnonzero(~waited)[0])
@@ -117,7 +117,7 @@ def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int, l
         check_waited(f)
         machine.counters.loaded += width * count * f.n
         machine.counters.access(line, f, address, width * count)
-        return machine.memory.load(address, width, count)
+        return machine.memory.load(address, width, count, machine.global_races, f.lanes)
     if space == "shared":
         values, place = machine.shared.load(f, address, width, count)
         if machine.races:
@@ -156,7 +156,7 @@ def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list
         machine.counters.access(line, f, address, width * len(values))
         if address.shape[0] == 1 and f.n > 1:
             address = np.broadcast_to(address, (f.n,))
-        machine.memory.store(address, width, values)
+        machine.memory.store(address, width, values, machine.global_races, f.lanes)
     elif space == "shared":
         if machine.races:
             machine.races.write(f, machine.shared.place(f, address, width * len(values))[0], width * len(values))
@@ -184,6 +184,7 @@ def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list
 def _ld(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     access = Access(build, ins, m)
+    build.communicates |= access.strong and access.space in ("global", "generic")
     m.finish(3 if access.hint else 2)
     ds = [build.destination(o, access.kind, ins) for o in access.elements(ins.operands[0])]
     address = address_of(build, ins, ins.operands[1], access.space)
@@ -215,6 +216,9 @@ def _st(build: Build, ins: ptx.Instruction) -> Step:
 
         return store_async(build, ins, m)
     access = Access(build, ins, m)
+    if access.space in ("global", "generic"):
+        build.global_granule = min(build.global_granule, access.width * access.count)
+        build.communicates |= access.strong
     m.finish(3 if access.hint else 2)
     address = address_of(build, ins, ins.operands[0], access.space)
     slots = [build.source(o, access.kind, ins) for o in access.elements(ins.operands[1])]
@@ -242,20 +246,21 @@ def _fence(build: Build, ins: ptx.Instruction) -> Step:
     # Accesses are carried out in program order here, so a fence orders nothing that is not ordered already. What it orders
     # between threads matters to the race checker alone: a fence makes a relaxed arrival at the cluster barrier a release.
     m = Modifiers(ins)
-    proxy, init = m.take("proxy"), m.take("mbarrier_init")
-    m.take("async", "async::generic", "alias")
-    m.take("async", "global", "shared::cta", "shared::cluster", "async.global", "async.shared::cta")
+    proxy, init = bool(m.take("proxy")), bool(m.take("mbarrier_init"))
+    kind = m.take("async", "async::generic", "alias", "async.global", "async.shared::cta", "async.shared::cluster")
+    place = m.take("global", "shared::cta", "shared::cluster")
     m.take("sync_restrict::shared::cta", "sync_restrict::shared::cluster")
     order = m.take("sc", "acq_rel", "acquire", "release")
     scope = m.take("cta", "cluster", "gpu", "sys", "gl")
-    m.take("global", "shared::cta", "shared::cluster")
     m.finish(0)
-    if proxy or init or order == "acquire" or scope == "cta":
+    if proxy and (kind == "alias" or "global" in (place, kind.rpartition(".")[2])):
+        return lambda f: None  # of no concern to shared memory
+    if not (proxy or init) and (order == "acquire" or scope == "cta"):
         return lambda f: None
 
     def run(f: Fragment) -> None:
         if f.machine.races:
-            f.machine.races.fence(f.machine.warps(f)[0])
+            f.machine.races.clocks.fence(f.lanes, proxy=proxy, init=init)
 
     return run
 
@@ -306,6 +311,8 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
     width = ptx.WIDTHS[kind] // 8
     if space != "global":
         build.shared_granule = min(build.shared_granule, width)
+    if space != "shared":
+        build.communicates = True
     d = build.destination(operands.pop(0), kind, ins) if returns else None
     address = address_of(build, ins, operands[0], space)
     b = build.source(operands[1], kind, ins)

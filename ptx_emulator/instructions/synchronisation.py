@@ -116,6 +116,7 @@ def state_token(place: int, phase: int) -> int:
 
 @collective("mbarrier")
 def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
+    build.asynchronous = True
     m = Modifiers(ins)
     action = m.take("init", "inval", "arrive", "arrive_drop", "expect_tx", "complete_tx", "test_wait", "try_wait", "pending_count")
     if action == "arrive" and m.take("expect_tx"):
@@ -131,7 +132,7 @@ def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
         raise m.unsupported()
     operands = list(ins.operands)
     if action in ("test_wait", "try_wait"):
-        return _wait(build, ins, operands, space, bool(parity), order != "relaxed", action == "try_wait")
+        return _wait(build, ins, operands, space, bool(parity), order != "relaxed")
     d = None
     if action.startswith("arrive") and not isinstance(operands[0], ptx.Address):
         target = operands.pop(0)
@@ -141,30 +142,38 @@ def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
     if action in ("init", "expect_tx", "complete_tx", "arrive.expect_tx") and amount is None:
         raise m.unsupported()
 
+    release = order != "relaxed" and action not in ("expect_tx", "complete_tx")
+
     def run(f: Fragment) -> list[Fragment]:
         machine = f.machine
         bars = machine.mbarriers
         places = shared_places(f, where(f), not space)
-        amounts = f.full(amount) if amount is not None else np.ones(f.n, np.uint32)
+        amounts = (f.full(amount) if amount is not None else np.ones(f.n, np.uint32)).astype(np.int64)
         tokens = np.zeros(f.n, U64)
-        for i in range(f.n):
-            place, value, warp = int(places[i]), int(amounts[i]), int(f.lanes[i]) // 32
+        for place in np.unique(places).tolist():
+            index = np.flatnonzero(places == place)
             if action == "init":
-                if machine.races:
-                    one = f.take(np.array([i]), [], f.pc)
-                    machine.races.write(one, places[i : i + 1], 8)
-                bars.initialise(place, value, i)
-            elif action == "inval":
-                bars.get(place, i)
+                for i in index.tolist():
+                    if machine.races:
+                        machine.races.write(f.take(np.array([i]), [], f.pc), places[i : i + 1], 8)
+                    bars.initialise(place, int(amounts[i]), int(f.lanes[i]), i)
+                continue
+            bar = bars.get(place, f.lanes[index], index)
+            if action == "inval":
                 del bars.objects[place]
             elif action == "expect_tx":
-                bars.get(place, i).bytes += value
+                bar.bytes += int(amounts[index].sum())
             elif action == "complete_tx":
-                bars.transfer(place, value, i)
+                bars.transfer(bar, int(amounts[index].sum()))
             else:
-                expect = value if action == "arrive.expect_tx" else 0
-                count = 1 if expect or action == "arrive.expect_tx" else value
-                tokens[i] = state_token(place, bars.arrive(place, warp, i, count, expect, release=order != "relaxed"))
+                expects = action == "arrive.expect_tx"
+                counts = np.ones(index.size, np.int64) if expects else amounts[index]
+                # All at once, unless they complete a phase on the way.
+                groups = [index] if counts.sum() <= bar.pending else [index[i : i + 1] for i in range(index.size)]
+                for group in groups:
+                    count, expect = (group.size, int(amounts[group].sum())) if expects else (int(amounts[group].sum()), 0)
+                    phase = bars.arrive(bar, f.lanes[group], int(group[0]), count, expect, release=release)
+                    tokens[group] = state_token(place, phase)
         if d is not None:
             f.regs[d] = tokens
         return [f]
@@ -172,9 +181,7 @@ def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
     return run
 
 
-def _wait(
-    build: Build, ins: ptx.Instruction, operands: list[ptx.Operand], space: str, parity: bool, acquire: bool, blocking: bool
-) -> Collective:
+def _wait(build: Build, ins: ptx.Instruction, operands: list[ptx.Operand], space: str, parity: bool, acquire: bool) -> Collective:
     p = build.destination(operands[0], "pred", ins)
     where = address_of(build, ins, operands[1], "shared" if space else "generic")
     wanted = build.source(operands[2], "u32" if parity else "b64", ins)
@@ -186,24 +193,33 @@ def _wait(
         bars = machine.mbarriers
         places, values = shared_places(f, where(f), not space), f.full(wanted)
         phases = (values if parity else values >> 40).astype(np.int64) & 1
-        _, first, same = np.unique(places.astype(np.int64) * 2 + phases, return_index=True, return_inverse=True)
-        done = np.array([bars.done(int(places[i]), int(phases[i]), int(i)) for i in first])[same]
+        key = places.astype(np.int64) * 2 + phases
+        done = np.zeros(f.n, bool)
+        for value in np.unique(key).tolist():
+            index = np.flatnonzero(key == value)
+            done[index] = ready = bars.get(value // 2, f.lanes[index], index).phase & 1 != value & 1
+            if acquire and ready:
+                bars.acquire(value // 2, f.lanes[index])
         f.regs[p] = done
-        if acquire and done.any():
-            for warp, place in np.unique(np.stack([f.lanes[done] // 32, places[done]], 1).astype(np.int64), axis=0):
-                bars.acquire(int(place), int(warp))
         if done.all():
+            machine.asked[f.lanes] = False
             return [f]
-        # A try_wait that fails suspends the thread; here it stays until something has changed, then goes on with false.
+        # A thread that waits in vain goes on with false, once: who does not ask again has not waited. The next time it stays here until
+        # something has changed.
         live = machine.program.blocks[f.pc].live_in
         after = machine.program.blocks[f.pc + 1].live_in
-        late = f.take(np.flatnonzero(~done), live, f.pc)
-        if machine.retried(late):
-            late.regs[p] = np.zeros(late.n, bool)
-            out = [late]
-        else:
-            machine.poll(late)
-            out = []
+        out = []
+        again = machine.asked[f.lanes] & (not machine.giving_up)
+        machine.asked[f.lanes] = ~done
+        for stays in (True, False):
+            index = np.flatnonzero(~done & (again == stays))
+            if index.size:
+                late = f.take(index, live, f.pc)
+                if stays:
+                    machine.poll(late)
+                else:
+                    late.regs[p] = np.zeros(late.n, bool)
+                    out.append(late)
         if done.any():
             out.append(f.take(np.flatnonzero(done), sorted({*after, p}), f.pc))
         return out

@@ -265,11 +265,17 @@ def warp_barrier(build: Build, ins: ptx.Instruction, m: Modifiers) -> Collective
     mask_slot = build.source(ins.operands[0], "u32", ins)
 
     def run(f: Fragment) -> list[Fragment]:
-        ready, _ = assemble(f, mask_slot)
+        ready, masks = assemble(f, mask_slot)
         if ready is None:
             return []
         if ready.machine.races:
-            ready.machine.races.advance(ready.machine.warps(ready)[0])
+            clocks = ready.machine.races.clocks
+            if masks.shape[0] == 1 and masks[0] == ALL:
+                clocks.meet(ready.lanes)
+            else:
+                key = ready.lanes.astype(np.int64) // 32 << 32 | np.broadcast_to(masks, (ready.n,)).astype(np.int64)
+                for group in np.unique(key):
+                    clocks.meet(ready.lanes[key == group])
         return [ready]
 
     return run

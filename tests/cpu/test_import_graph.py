@@ -29,7 +29,15 @@ CHAIN = (
 )
 LEVEL = {name: level for level, names in enumerate(CHAIN) for name in names}
 # One module in several files: the calls, what launches and binds them, and the same calls as torch operators; a layer and its operator.
-SAME = {"torch_ops": "ops", "launching": "ops", "binding": "ops", "gather_ops": "ops", "torch_gather": "ops", "layer_op": "layer"}
+SAME = {
+    "torch_ops": "ops",
+    "launching": "ops",
+    "binding": "ops",
+    "forms": "ops",
+    "gather_ops": "ops",
+    "torch_gather": "ops",
+    "layer_op": "layer",
+}
 # Below the chain: they import none of it.
 GROUND = ("compile", "target", "errors", "env", "save_policy", "indices", "step", "handles")
 COMPILER = ("device", "sm100", "sm120")

@@ -39,6 +39,10 @@ def entry(*lines: str) -> str:
 
 
 LOAD, WAIT = "ld.global.v8.b32 \t{%r1}, [%rd1];", "griddepcontrol.wait;"
+PARAMETER = "ld.param.b32 \t%r9, [k_param_0];"
+FIRST = ("setp.ne.b32 \t%p8, %r9, 0;", "@%p8 bra \t$L__BB0_7;", "// begin inline asm", WAIT, "// end inline asm", "$L__BB0_7:")
+BLOCK, ELSEWHERE = "mov.u32 \t%r8, %ctaid.x;", ("setp.ne.b32 \t%p7, %r8, 0;", "or.pred \t%p6, %p7, %p9;")
+LAST = ("setp.eq.b32 \t%p9, %r9, 0;", *ELSEWHERE, "@%p6 bra \t$L__BB0_8;", "// begin", WAIT, "// end", "$L__BB0_8:", "ret;")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,8 @@ LOAD, WAIT = "ld.global.v8.b32 \t{%r1}, [%rd1];", "griddepcontrol.wait;"
         (WAIT, LOAD),
         ("ld.param.b64 \t%rd1, [k_param_0];", "st.shared.b32 \t[%r1], %r2;", WAIT, LOAD, "@%p1 bra \t$L__BB0_2;", "$L__BB0_2:", "ret;"),
         ("@%p1 bra \t$L__BB0_1;", "mbarrier.init.shared.b64 [%r1], 1;", "$L__BB0_1:", WAIT, "st.global.b32 \t[%rd1], %r1;"),
+        (PARAMETER, BLOCK, *FIRST, LOAD, *LAST),
+        (PARAMETER, *FIRST, "@%p1 bra \t$L__BB0_5;", LOAD, "$L__BB0_5:", PARAMETER, LAST[0], BLOCK, *LAST[1:]),
     ],
 )
 def test_sound_kernels(lines: tuple[str, ...]) -> None:
@@ -65,6 +71,15 @@ def test_sound_kernels(lines: tuple[str, ...]) -> None:
         (("@%p1 griddepcontrol.wait;", LOAD), "no unconditional"),
         (("@%p1 ret;", WAIT, LOAD), "ret"),
         (("@%p1 bra \t$L__BB0_9;", WAIT, LOAD, "$L__BB0_9:", "ret;"), "leads around"),
+        ((PARAMETER, BLOCK, *FIRST, LOAD, "ret;"), "no last one"),
+        ((PARAMETER, BLOCK, *FIRST, LOAD, *FIRST, "ret;"), "no last one"),
+        ((BLOCK, *FIRST, LOAD, *LAST), "no last one"),
+        ((PARAMETER, *FIRST, LOAD, *LAST), "no last one"),
+        ((PARAMETER, BLOCK, *FIRST, LOAD, PARAMETER.replace("k_param_0", "k_param_1"), *LAST), "no last one"),
+        ((PARAMETER, BLOCK, *FIRST, LOAD, "@%p1 ret;", *LAST), "no last one"),
+        ((PARAMETER, BLOCK, *FIRST, LOAD, *LAST[:-1], LOAD, "ret;"), "no last one"),
+        ((PARAMETER, BLOCK, *FIRST, LOAD, *(line.replace("or.pred", "and.pred") for line in LAST)), "no last one"),
+        ((PARAMETER, BLOCK, LOAD, *FIRST, *LAST), "ld.global.v8.b32"),
     ],
 )
 def test_faults_are_found(lines: tuple[str, ...], says: str) -> None:

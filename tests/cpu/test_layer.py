@@ -155,6 +155,42 @@ def test_a_layer_is_its_four_calls(family, dtype):
         assert torch.equal(model.tensors[name].view(torch.uint8), t[name].view(torch.uint8)), name
 
 
+def test_which_launches_run_beside_the_one_in_front(monkeypatch):
+    """The compressor's launch waits for what is in front of it, the others do not wait for the compressor's, if there is one."""
+    seen: list[tuple[str, bool]] = []
+    real = launching.Operation.serve
+
+    def serve(operation: launching.Operation, *values: Any) -> Any:
+        seen.append((operation.public.__name__, values[operation.form.names.index("independent")]))
+        return real(operation, *values)
+
+    monkeypatch.setattr(launching.Operation, "serve", serve)
+    step = ck.StepMetadata.of([20, 3], [20, 3])
+    for ratio in (1, 4, 128):
+        model, rows = Model(ratio, "sm100", "auto"), Prompt(ratio, 40).rows([(0, 20), (0, 3)])
+        tables, beside = model.tables(step), ratio > 1
+        compressor = [("compress_store", False)] * beside
+        model.layer(step, tables, **rows)
+        assert seen == [*compressor, ("sparse_indices", beside), ("qkv_insert", beside)]
+        seen.clear()
+        model.layer(step, tables, **rows)
+        built = [("sparse_indices", beside)] * (ratio == 4)
+        assert seen == [*compressor, *built, ("qkv_insert", beside)], "tables of ratio 1 and 128 are built once per step"
+        seen.clear()
+        if ratio > 1:
+            torch.use_deterministic_algorithms(True)
+            try:
+                model.layer(step, tables, **rows)
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert seen[-1] == ("qkv_insert", False), "new tensors are filled by a launch of torch's"
+            seen.clear()
+            tables.state_slots = tables.state_slots[:0]
+            model.layer(step, tables, **rows)
+            assert seen[-1] == ("qkv_insert", False), "an empty call launches nothing"
+            seen.clear()
+
+
 def test_tables_are_built_once_per_step_where_layers_can_share_them(monkeypatch):
     built: list[tuple[ck.IdSource, Any]] = []
     real = layer_module.sparse_indices
@@ -221,10 +257,10 @@ def test_warm_up_names_every_kernel_a_call_can_need(ratio, family, dtype, save, 
     assert model.layer.warm_up(seen.append) == len(warmed) and seen == warmed
     assert len(set(warmed)) == len(warmed)
 
-    def on_gpu(operation: launching.Operation, a: Any) -> Any:
-        return operation.launch(a, model.target)
+    def on_gpu(operation: launching.Operation, *values: Any) -> Any:
+        return operation.launch(dict(zip(operation.form.names, values, strict=True)), model.target)
 
-    monkeypatch.setattr(launching.Operation, "run", on_gpu)
+    monkeypatch.setattr(launching.Operation, "serve", on_gpu)
     monkeypatch.setattr(layer_module, "decode", lambda q, *arguments, **named: q)  # the tables stay unwritten here
     enumerated = set(warmed)
     warmed.clear()

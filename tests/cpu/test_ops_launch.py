@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import binding, ops
+from cute_kernels import forms, ops
+from cute_kernels.binding import Bound
 from cute_kernels.compile import cache
 from cute_kernels.compile.spec import CompressStoreSpec, QkvInsertSpec, SparseIndicesSpec
 from cute_kernels.target import Target, all_targets
@@ -27,6 +29,13 @@ def launched(monkeypatch):
 def launch(call: Any, a: dict[str, Any], target: Target) -> Any:
     operation = ops._OPERATIONS[call]
     return operation.launch({**a, "target": target}, target)
+
+
+def prepared(call: Any, **kept: Any) -> Bound:
+    """A bound call that launches for CPU tensors too."""
+    bound = Bound(call, ops._OPERATIONS[call], kept)
+    bound._prepare(ops._OPERATIONS[call], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    return bound
 
 
 def shifted(value: torch.Tensor, by: int) -> torch.Tensor:
@@ -51,22 +60,23 @@ def test_compress_store_arguments(target, ratio, save, launched):
     formats = {"bf16": 1.0, "fp8": 0.25} if target.family == "sm100" else {"fp8_ds_mla": None}
     for name, scale in formats.items():
         a = compress_arguments(ratio=ratio, kv_cache=pool(name, 6, 16, strided=True), kv_scale=scale, state=torch.zeros(6, 4, 2 * width))
+        a["independent"] = save is None
         scored = {"kv_score": torch.randn(7, 2 * width), "ape": torch.randn(ratio, width), "save": save}
         a |= scored if save is not None else {"kv_score": None, "ape": None, "save": ck.SavePolicy.EVERY_ROW}
         launch(ck.compress_store, a, target)
         spec, arguments = launched.pop()
         kind = "none" if save is None else "every_row" if save.every_row else "policy"
         assert spec == CompressStoreSpec(target, spec.vector_bytes, ratio=ratio, kv_format=name, scores=save is not None, save=kind)
-        scalars = {"eps": 1e-6, "inverse_kv_scale": 4.0, "rollback": 2, "prefix_stride": 256}
+        scalars = {"eps": 1e-6, "inverse_kv_scale": 4.0, "rollback": 2, "prefix_stride": 256, "independent": save is None}
         for argument, value in zip(spec.argument_names, arguments, strict=True):
-            assert value is a[argument] if argument in a and argument != "eps" else value == scalars[argument], argument
+            assert value == scalars[argument] if argument in scalars else value is a[argument], argument
 
 
 @pytest.mark.parametrize("target", all_targets(), ids=str)
 @pytest.mark.parametrize("source", list(ck.IdSource), ids=lambda s: s.value)
 @pytest.mark.parametrize("slots", [True, False], ids=["slots", "no-slots"])
 def test_sparse_indices_arguments(target, source, slots, launched):
-    a = index_arguments(source=source, out=None)
+    a = index_arguments(source=source, out=None, independent=slots)
     if source not in (ck.IdSource.LOCAL, ck.IdSource.GLOBAL):
         a["ids"] = None
     if source not in (ck.IdSource.LOCAL, ck.IdSource.ALL_GROUPS):
@@ -99,13 +109,15 @@ def test_qkv_insert_arguments(target, norm, launched):
         fp8_q = dtype is torch.float8_e4m3fn
         scales = {"kv_scale": 0.25 if name == "fp8" else None, "q_scale": 0.5 if fp8_q else None}
         for out in (None, torch.zeros(6, 8, 512).to(dtype)):
-            a = insert_arguments(kv_cache=pool(name, 6, 16, strided=True), q_dtype=dtype, apply_q_norm=norm, out=out, **scales)
+            a = insert_arguments(
+                kv_cache=pool(name, 6, 16, strided=True), q_dtype=dtype, apply_q_norm=norm, out=out, independent=norm, **scales
+            )
             result = launch(ck.qkv_insert, a, target)
             spec, arguments = launched.pop()
             kind = "e4m3" if fp8_q else "bf16"
             assert spec == QkvInsertSpec(target, spec.vector_bytes, kv_format=name, q_dtype=kind, apply_q_norm=norm)
             assert result.shape == (6, 8, 512) and result.dtype is dtype and (out is None or result is out)
-            scalars = {"eps": 1e-6, "inverse_q_scale": 2.0, "inverse_kv_scale": 4.0}
+            scalars = {"eps": 1e-6, "inverse_q_scale": 2.0, "inverse_kv_scale": 4.0, "independent": norm}
             for argument, value in zip(spec.argument_names, arguments, strict=True):
                 assert value is {**a, "out": result}[argument] if argument not in scalars else value == scalars[argument], argument
 
@@ -217,9 +229,7 @@ def test_prepared_arguments_reach_the_compiled_function(launched, monkeypatch):
     target = Target.named("sm_100a")
     a = aligned_compress_arguments(target=target)
     kept = {n: v for n, v in a.items() if n not in ("kv_score", "target")}
-    bound = ck.bind(ck.compress_store, **kept, target=target)
-    operation = ops._OPERATIONS[ck.compress_store]
-    bound.__self__._prepare(operation, {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound = prepared(ck.compress_store, **kept, target=target).call
     for by, width in ((0, 32), (16, 16)):
         kv_score = shifted(a["kv_score"], by)
         bound(kv_score=kv_score)
@@ -238,8 +248,7 @@ def test_a_bound_insert_keeps_cache_and_table(launched):
     target = Target.named("sm_100a")
     a = insert_arguments(target=target)
     kept = {n: a.pop(n) for n in ("kv_cache", "cos_sin", "out", "eps", "padded_heads", "q_scale", "kv_scale", "q_dtype", "target")}
-    bound = ck.bind(ck.qkv_insert, **kept)
-    bound.__self__._prepare(ops._OPERATIONS[ck.qkv_insert], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound = prepared(ck.qkv_insert, **kept).call
     assert bound(**a) is kept["out"]
     spec, arguments = launched.pop()
     given = dict(zip(spec.argument_names, arguments, strict=True))
@@ -287,8 +296,7 @@ def test_a_bound_call_finds_the_width_of_what_varies(monkeypatch):
     target = Target.named("sm_100a")
     a = aligned_compress_arguments(target=target)
     kept = {n: v for n, v in a.items() if n != "kv_score"}
-    bound = ck.bind(ck.compress_store, **kept)
-    bound.__self__._prepare(ops._OPERATIONS[ck.compress_store], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound = prepared(ck.compress_store, **kept).call
     padded = shifted(torch.zeros(7, 2052), 0)[:, :2048]
     for by, width in ((0, 32), (16, 16), (0, 32), (16, 16)):
         bound(kv_score=shifted(a["kv_score"], by))
@@ -303,17 +311,32 @@ def test_a_bound_call_finds_the_width_of_what_varies(monkeypatch):
 
 
 def test_what_a_bound_call_remembers_is_bounded(launched, monkeypatch):
-    monkeypatch.setattr(binding, "MOST_READY", 3)
-    monkeypatch.setattr(binding, "MOST_FORMS", 2)
+    monkeypatch.setattr(forms, "MOST_READY", 3)
     a = aligned_compress_arguments(target=Target.named("sm_100a"))
     kept = {n: a.pop(n) for n in ("ape", "state", "norm_weight", "cos_sin", "kv_cache", "ratio", "eps", "kv_scale", "save", "target")}
-    bound = ck.bind(ck.compress_store, **kept)
-    bound.__self__._prepare(ops._OPERATIONS[ck.compress_store], {n: v for n, v in kept.items() if isinstance(v, torch.Tensor)})
+    bound = prepared(ck.compress_store, **kept)
     for rows in (6, 5, 4, 3, 2, 1):
         given = {**a, "state_slots": a["state_slots"][:rows]}
         for order in (list(given), list(reversed(given)), sorted(given)):
-            bound(**{name: given[name] for name in order})
+            bound.call(**{name: given[name] for name in order})
             assert dict(zip(launched[-1][0].argument_names, launched[-1][1], strict=True))["state_slots"].shape == (rows,)
-        forms = bound.__self__._forms
-        assert len(forms) <= 2 and all(len(form.ready) <= 3 for form in forms.values())
+        assert bound._form is not None and len(bound._form.ready) <= 3
     assert len(launched) == 18
+
+
+def test_a_deep_copy_of_a_bound_call_keeps_copies(launched):
+    import tvm_ffi
+
+    a = insert_arguments(target=Target.named("sm_100a"))
+    kept = {n: a.pop(n) for n in ("kv_cache", "cos_sin", "out", "eps", "padded_heads", "q_scale", "kv_scale", "q_dtype", "target")}
+    bound = prepared(ck.qkv_insert, **kept)
+    bound.call(**a)
+    memo: dict[int, Any] = {}
+    cache_copy = copy.deepcopy(kept["kv_cache"], memo)
+    other = copy.deepcopy(bound, memo)
+    other._prepare(ops._OPERATIONS[ck.qkv_insert], {n: v for n, v in other._kept.items() if isinstance(v, torch.Tensor)})
+    result = other.call(**a)
+    spec, arguments = launched.pop()
+    given = dict(zip(spec.argument_names, arguments, strict=True))
+    assert isinstance(given["kv_cache"], tvm_ffi.Tensor) and torch.from_dlpack(given["kv_cache"]).data_ptr() == cache_copy.data_ptr()
+    assert result is other._kept["out"] and result is not kept["out"]

@@ -41,6 +41,7 @@ def compress_arguments(**changes: Any) -> Arguments:
         "eps": 1e-6,
         "kv_scale": 0.5,
         "save": ck.SavePolicy(rollback=1),
+        "independent": False,
         "target": None,
         **changes,
     }
@@ -64,6 +65,7 @@ def index_arguments(**changes: Any) -> Arguments:
         "slots": ck.slot_mapping(step, table, 16),
         "num_rows": 7,
         "out": ck.CombinedIndices(torch.zeros(7, 136, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)),
+        "independent": False,
         "target": None,
         **changes,
     }
@@ -84,6 +86,7 @@ def insert_arguments(**changes: Any) -> Arguments:
         "kv_scale": 0.5,
         "q_dtype": torch.float8_e4m3fn,
         "out": torch.zeros(6, 8, 512, dtype=torch.float8_e4m3fn),
+        "independent": False,
         "backend": "auto",
         "target": None,
         **changes,
@@ -171,6 +174,8 @@ def sweep() -> list[Any]:
             cases.append(pytest.param(name, {argument: value}, blamed or argument, id=f"{name}-{argument}-{i}"))
 
     int32 = {"dtype": torch.int32}
+    for name in ("compress_store", "sparse_indices", "qkv_insert"):
+        more(name, "independent", None, 1)
     more("compress_store", "ratio", 8, 0, 4.0, "4", None, True)
     more("compress_store", "eps", *BAD_NUMBERS)
     more("compress_store", "kv_scale", *BAD_NUMBERS, 1e-37, 1e31)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 
 from cute_kernels import ops
+from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.indices import IdSource
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target, all_targets
 from ptx_emulator.device import Settings
 from tests.emulator.emulated import emulated
+from tests.emulator.test_compress_store import crowded
 from tests.support.compress import make_compress_case
 from tests.support.compress_check import check_compress
 from tests.support.gather import check_converted, check_gathered, make_convert_case, make_gather_case
@@ -37,8 +39,27 @@ def _compress(ratio: int, rows: list[Request], **options: Any) -> Run:
         after = case.clone()
         with _device(target, settings):
             ops.compress_store(*after.args(), **after.kwargs())
-        found = check_compress(case, after)
-        return f"{found.rows} rows stored, {found.saved} saved; largest error {found.max_error:.3g}, allowed {found.bound:.3g}"
+        return _compressed(check_compress(case, after))
+
+    return run
+
+
+def _compressed(found: Any) -> str:
+    return f"{found.rows} rows stored, {found.saved} saved; largest error {found.max_error:.3g}, allowed {found.bound:.3g}"
+
+
+def _crowded() -> Run:
+    """Nine windows in each of three blocks: the ring of each goes round several times."""
+
+    def run(name: str, settings: Settings) -> str:
+        target = Target.named(name)
+        kv_format = "bf16" if target.family == "sm100" else "fp8_ds_mla"
+        spec = CompressStoreSpec(target, ratio=4, kv_format=kv_format)
+        case = crowded(spec, ratio=4, kv_format=kv_format)
+        after = case.clone()
+        with _device(target, settings):
+            ops.compress_store(*after.args(), **after.kwargs())
+        return _compressed(check_compress(case, after))
 
     return run
 
@@ -102,7 +123,9 @@ def _convert(rows: int, k: int, *, compact: bool, prefill: bool) -> Run:
 
 def _of_ratio(ratio: int) -> dict[str, Run]:
     decode = [Request(k * ratio - 1 + k % 2, 1) for k in range(1, 33)]
+    crowd = {"crowded": _crowded()} if ratio == 4 else {}
     return {
+        **crowd,
         "prefill": _compress(ratio, [Request(0, 2 * ratio + 40), Request(3 * ratio - 2, 60)]),
         "decode": _compress(ratio, decode),
         "speculative": _compress(ratio, [Request(k * ratio - 2, 4) for k in range(1, 13)], save=SavePolicy(rollback=3)),

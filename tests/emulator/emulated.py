@@ -45,7 +45,7 @@ def prepare(name: str, memory: Memory, arguments: dict[str, Any]) -> None:
             buffer.mark(UNWRITTEN, True)
 
 
-settings = device.Settings(prepare=prepare)
+settings = device.Settings(prepare=prepare, independent=lambda arguments: bool(arguments.get("independent", 0)))
 
 
 def executor(compiled: loader.CompiledObject, spec: KernelSpec) -> device.EmulatedKernel:
@@ -56,6 +56,7 @@ def executor(compiled: loader.CompiledObject, spec: KernelSpec) -> device.Emulat
         compiled.ptx.read_text(),
         argument_names=spec.argument_names,
         name=str(spec),
+        ptx_file=compiled.ptx,
         shared_limit=spec.target.shared_bytes,
         settings=settings,
         build_folder=LIBRARIES,
@@ -67,14 +68,15 @@ def emulated(target: Target | str, **changes: Any) -> Iterator[device.Settings]:
     """Public calls of a `with` block run on the emulated device of `target`; `changes` are those of `device.Settings`."""
     resolved = Target.named(target) if isinstance(target, str) else target
 
-    def run(operation: Any, a: Any) -> Any:
+    def serve(operation: Any, *values: Any) -> Any:
+        a = dict(zip(operation.form.names, values, strict=True))
         chosen = a["target"] or resolved
         return operation.launch({**a, "target": chosen}, chosen)
 
     before = vars(settings).copy()
     vars(settings).update(changes)
     try:
-        with loader.use_executor(executor), mock.patch.object(launching.Operation, "run", run):
+        with loader.use_executor(executor), mock.patch.object(launching.Operation, "serve", serve):
             yield settings
     finally:
         vars(settings).update(before)

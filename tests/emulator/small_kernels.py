@@ -344,3 +344,206 @@ def run_copy(text: str) -> np.ndarray:
     parameters = [memory.add_array("y", y), memory.add_array("x", whole[start : start + 64], writable=False)]
     run_ptx(text, 1, 64, parameters, memory)
     return y
+
+
+# A ring of two stages: thread 0 copies six pieces of 128 bytes of x in bulk, warp 1 exchanges neighbours and writes them to y.
+RING = entry(
+    ".param .u64 y, .param .u64 x",
+    """
+    ld.param.b64 %l1, [y];
+    ld.param.b64 %l2, [x];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, stage;
+    and.b32 %r15, %r1, 31;
+    mov.u32 %r3, 0;
+    setp.ge.u32 %p2, %r1, 32;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READY;
+    mbarrier.init.shared.b64 [%r2+256], 1;
+    mbarrier.init.shared.b64 [%r2+264], 1;
+    mbarrier.init.shared.b64 [%r2+272], 32;
+    mbarrier.init.shared.b64 [%r2+280], 32;
+    fence.mbarrier_init.release.cluster;
+READY:
+    bar.sync 0;
+STAGE:
+    and.b32 %r4, %r3, 1;
+    shl.b32 %r5, %r4, 7;
+    add.s32 %r5, %r2, %r5;
+    shl.b32 %r6, %r4, 3;
+    add.s32 %r6, %r2, %r6;
+    shr.u32 %r7, %r3, 1;
+    @%p2 bra CONSUME;
+    setp.eq.u32 %p3, %r7, 0;
+    @%p3 bra FREE;
+    add.s32 %r8, %r7, -1;
+    and.b32 %r8, %r8, 1;
+EMPTY:
+    mbarrier.try_wait.parity.shared.b64 %p4, [%r6+272], %r8;
+    @!%p4 bra EMPTY;
+FREE:
+    @%p1 bra NEXT;
+    mbarrier.arrive.expect_tx.shared.b64 %l5, [%r6+256], 128;
+    mul.wide.u32 %l3, %r3, 128;
+    add.s64 %l3, %l2, %l3;
+    cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r5], [%l3], 128, [%r6+256];
+    bra NEXT;
+CONSUME:
+    and.b32 %r8, %r7, 1;
+FULL:
+    mbarrier.try_wait.parity.shared.b64 %p4, [%r6+256], %r8;
+    @!%p4 bra FULL;
+    xor.b32 %r9, %r15, 1;
+    shl.b32 %r9, %r9, 2;
+    add.s32 %r9, %r5, %r9;
+    ld.shared.b32 %r10, [%r9];
+    fence.proxy.async.shared::cta;
+    mbarrier.arrive.shared.b64 %l5, [%r6+272];
+    mad.lo.s32 %r11, %r3, 32, %r15;
+    mul.wide.u32 %l3, %r11, 4;
+    add.s64 %l3, %l1, %l3;
+    st.global.b32 [%l3], %r10;
+NEXT:
+    add.s32 %r3, %r3, 1;
+    setp.lt.u32 %p3, %r3, 6;
+    @%p3 bra STAGE;
+    """,
+    shared=288,
+)
+
+# The lanes of warp 0 each write a word; one of them arrives on an mbarrier. One lane of warp 1 waits for it, then all read the words.
+LANES = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, stage;
+    and.b32 %r3, %r1, 31;
+    setp.ne.u32 %p1, %r3, 0;
+    shl.b32 %r4, %r3, 2;
+    add.s32 %r4, %r2, %r4;
+    add.s32 %r5, %r2, 128;
+    setp.ne.u32 %p2, %r1, 0;
+    @%p2 bra READY;
+    mbarrier.init.shared.b64 [%r5], 1;
+READY:
+    bar.sync 0;
+    setp.ge.u32 %p3, %r1, 32;
+    @%p3 bra READ;
+    st.shared.b32 [%r4], %r1;
+    bar.warp.sync -1;
+    @%p1 bra END;
+    mbarrier.arrive.shared.b64 %l5, [%r5];
+    bra END;
+READ:
+    @%p1 bra KNOWN;
+WAIT:
+    mbarrier.try_wait.parity.shared.b64 %p4, [%r5], 0;
+    @!%p4 bra WAIT;
+KNOWN:
+    bar.warp.sync 0xffffffff;
+    ld.shared.b32 %r6, [%r4];
+    mul.wide.u32 %l2, %r3, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r6;
+END:
+    """,
+    shared=136,
+)
+
+# Warp 0 writes words and only arrives at a named barrier, warp 1 waits there and reads them.
+ARRIVE = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, stage;
+    and.b32 %r3, %r1, 31;
+    shl.b32 %r4, %r3, 2;
+    add.s32 %r4, %r2, %r4;
+    setp.ge.u32 %p3, %r1, 32;
+    @%p3 bra READ;
+    st.shared.b32 [%r4], %r1;
+    bar.arrive 1, 64;
+    bra END;
+READ:
+    bar.sync 1, 64;
+    ld.shared.b32 %r6, [%r4];
+    mul.wide.u32 %l2, %r3, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r6;
+END:
+    """,
+    shared=128,
+)
+
+# 64 words collected in shared memory and stored to y in bulk by thread 0, which then uses the room again.
+BULK_STORE = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, stage;
+    shl.b32 %r3, %r1, 2;
+    add.s32 %r3, %r2, %r3;
+    st.shared.b32 [%r3], %r1;
+    fence.proxy.async.shared::cta;
+    bar.sync 0;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra OUT;
+    cp.async.bulk.global.shared::cta.bulk_group [%l1], [%r2], 256;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group.read 0;
+    st.shared.b32 [%r2], %r1;
+OUT:
+    """,
+    shared=256,
+)
+
+# Two values per thread in global memory: each thread writes a word, and reads the one of its neighbour in the block.
+SWAP = entry(
+    ".param .u64 y, .param .u64 z",
+    """
+    ld.param.b64 %l1, [y];
+    ld.param.b64 %l2, [z];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mad.lo.s32 %r3, %r2, 64, %r1;
+    mul.wide.u32 %l3, %r3, 4;
+    add.s64 %l4, %l1, %l3;
+    st.global.b32 [%l4], %r3;
+    bar.sync 0;
+    xor.b32 %r4, %r3, 32;
+    mul.wide.u32 %l5, %r4, 4;
+    add.s64 %l5, %l1, %l5;
+    ld.global.b32 %r5, [%l5];
+    add.s64 %l6, %l2, %l3;
+    st.global.b32 [%l6], %r5;
+    """,
+)
+
+
+def run_ring(text: str) -> np.ndarray:
+    """Run RING on x = 0, 1, ..., 191; returns y."""
+    memory = Memory()
+    x, y = np.zeros(224, np.int32), np.zeros(192, np.int32)
+    start = (-x.ctypes.data % 16) // 4
+    x[start : start + 192] = np.arange(192)
+    parameters = [memory.add_array("y", y), memory.add_array("x", x[start : start + 192], writable=False)]
+    run_ptx(text, 1, 64, parameters, memory)
+    return y
+
+
+def run_bulk_store(text: str) -> np.ndarray:
+    memory, room = Memory(), np.zeros(80, np.int32)
+    start = (-room.ctypes.data % 16) // 4
+    y = room[start : start + 64]
+    run_ptx(text, 1, 64, [memory.add_array("y", y)], memory)
+    return y
+
+
+def run_swap(text: str) -> np.ndarray:
+    """Run SWAP with three blocks of 64 threads; returns z."""
+    memory, y, z = Memory(), np.full(192, -1, np.int32), np.full(192, -1, np.int32)
+    run_ptx(text, 3, 64, [memory.add_array("y", y), memory.add_array("z", z)], memory)
+    return z

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from cute_kernels.compile.spec import SPEC_TYPES
+from ptx_emulator import KernelFault, device
 from ptx_emulator.__main__ import main
+from ptx_emulator.launch import load_programs
+from ptx_emulator.report import checked
 from tests.emulator import cases, small_kernels
 
 
@@ -36,6 +39,27 @@ def test_every_kernel_has_cases(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'sm_7' is none of sm_100a" in capsys.readouterr().err
 
 
+def test_a_crowded_ring_and_what_was_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bulk copies stand in the table of accesses, and the last line names what this kernel gave occasion to check."""
+    assert main(["compress_store-4", "crowded"]) == 0
+    text = capsys.readouterr().out
+    assert "27 rows stored" in text
+    bulk = [line.split() for line in text.splitlines() if "cp.async.bulk.shared" in line]
+    assert bulk and all(int(row[2].replace(",", "")) * 32 == int(row[3].replace(",", "")) for row in bulk)
+    for part in ("proxy fences", "mbarriers", "griddepcontrol.wait", "read-only tensors"):
+        assert part in text.split("checks:")[1], part
+
+
+def test_checks_are_those_that_were_made() -> None:
+    _, result = small_kernels.run_reverse(small_kernels.REVERSE, pdl=False)
+    made = checked([result])
+    assert {"shared-memory races", "barriers", "outputs read before they are written"} <= set(made)
+    assert not {"proxy fences", "mbarriers", "griddepcontrol.wait", "owned rows", "member masks"} & set(made)
+    _, result = small_kernels.run_reverse(small_kernels.REVERSE, owned=50, check_races=False)
+    assert "owned rows" in checked([result]) and "griddepcontrol.wait" in checked([result])
+    assert "shared-memory races" not in checked([result])
+
+
 def test_counts_of_a_small_kernel() -> None:
     """64 threads load and store 50 words each of 3 rows of 200 bytes; every second row starts in the middle of a sector."""
     _, result = small_kernels.run_reverse(small_kernels.REVERSE, statistics=True)
@@ -45,6 +69,13 @@ def test_counts_of_a_small_kernel() -> None:
     assert 3 * 200 / 32 <= load[1] <= 3 * (200 / 32 + 3)
     assert result.opcodes["bar"] == 192
     assert {n for line, n in result.warps.items() if "bar.sync" in result.texts[line]} == {6}
+
+
+def test_a_fault_names_the_ptx_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "load_programs", lambda text: load_programs(text.replace("griddepcontrol.wait;", "")))
+    with pytest.raises(KernelFault, match=r"of .*kernel\.ptx") as caught:
+        cases.CASES["qkv_insert"]["decode"]("sm_100a", device.Settings())
+    assert caught.value.file is not None and caught.value.file.read_text().count("griddepcontrol.wait")
 
 
 def test_a_fault_is_the_whole_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,6 +132,18 @@ def test_blocks_that_leave_without_the_wait() -> None:
     assert caught.value.check == "missing griddepcontrol.wait" and caught.value.block == (1, 0, 0)
 
 
+def test_an_independent_launch_may_wait_last() -> None:
+    late = planted(planted(REVERSE, "griddepcontrol.wait;", ""), "DONE:", "DONE:\n    griddepcontrol.wait;")
+    first = planted(late, "DONE:", "DONE:\n    mov.u32 %r4, %ctaid.x;\n    setp.ne.u32 %p5, %r4, 0;\n    @%p5 exit;")
+    for text in (late, first):
+        y, _ = run_reverse(text, independent=True)
+        assert (y == np.arange(150).reshape(3, 50)[:, ::-1]).all()
+    for text in (planted(REVERSE, "griddepcontrol.wait;", ""), planted(late, "DONE:", "    @%p2 exit;\nDONE:\n    @%p2 exit;")):
+        with pytest.raises(KernelFault) as caught:
+            run_reverse(text, independent=True, rows=1, n=0)
+        assert caught.value.check == "missing griddepcontrol.wait"
+
+
 def test_lane_past_the_length_stored() -> None:
     with pytest.raises(KernelFault) as caught:
         run_reverse(REVERSE, owned=49)

@@ -55,7 +55,7 @@ def launch(case: CompressCase, family: str, **fields: object) -> None:
     names = ("kv_score", "ape", "state", "state_block_table", "positions", "token_to_req", "state_slots", "kv_slots")
     given = dict(zip((*names, "norm_weight", "cos_sin", "kv_cache"), case.args(), strict=True))
     given |= {"seq_lens": case.seq_lens, "eps": case.eps, "inverse_kv_scale": 1 / (case.kv_scale or 1.0)}
-    given |= {"rollback": case.save.rollback, "prefix_stride": case.save.prefix_stride}
+    given |= {"rollback": case.save.rollback, "prefix_stride": case.save.prefix_stride, "independent": 0}
     cache.get(spec)(*(given[name] for name in spec.argument_names))
 
 

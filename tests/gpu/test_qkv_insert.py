@@ -54,7 +54,7 @@ def launch(case: InsertCase, family: str, out: torch.Tensor, **fields: object) -
     target = Target(family, "sm_90a")
     spec = QkvInsertSpec(target, kv_format=case.pool.kv_format, q_dtype=q_dtype, apply_q_norm=o["apply_q_norm"], **fields)
     given = dict(zip(("q", "kv", "kv_cache", "slots", "positions", "cos_sin"), case.args(), strict=True))
-    given |= {"out": out, "eps": o["eps"]}
+    given |= {"out": out, "eps": o["eps"], "independent": 0}
     given |= {"inverse_q_scale": inverse_scale(o["q_scale"]), "inverse_kv_scale": inverse_scale(o["kv_scale"])}
     cache.get(spec)(*(given[name] for name in spec.argument_names))
 

@@ -58,7 +58,7 @@ def launch(case: IndexCase, family: str, out: CombinedIndices | SegmentIndices, 
     """The compiled kernel itself, for spec fields that the public call chooses by itself."""
     spec = SparseIndicesSpec(target(family), source=case.source.value, slots=case.slots is not None, **spec_fields)
     given = dict(zip(("positions", "token_to_req", "window_block_table", "ids", "compressed_block_table"), case.args(), strict=True))
-    given |= {"slots": case.slots, "ratio": case.ratio}
+    given |= {"slots": case.slots, "ratio": case.ratio, "independent": 0}
     for name, pool in (("window", case.window), ("compressed", case.compressed)):
         if pool is not None:
             given |= {f"{name}_pages": pool.pages, f"{name}_page_rows": pool.page_rows, f"{name}_span": pool.span}

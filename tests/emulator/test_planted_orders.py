@@ -1,0 +1,341 @@
+"""Faults of order that give right results most of the time: proxies, single lanes, mbarriers too early, global memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from ptx_emulator import KernelFault, Memory, run_ptx
+from tests.emulator.small_kernels import (
+    ARRIVE,
+    ASYNC,
+    BULK,
+    BULK_STORE,
+    EXCHANGE,
+    LANES,
+    RING,
+    SEND,
+    SWAP,
+    entry,
+    run_bulk_store,
+    run_copy,
+    run_ring,
+    run_swap,
+    run_vector,
+)
+
+FENCE = "fence.proxy.async.shared::cta;"
+READ = "    ld.shared.b32 %r10, [%r9];\n"
+HALVES = """setp.lt.u32 %p5, %r3, 16;
+    @%p5 bra LOW;
+    bar.warp.sync 0xffff0000;
+    bra END;
+LOW:
+    bar.warp.sync 0xffff;"""
+TWICE = """xor.b32 %r4, %r3, 32;
+    mul.wide.u32 %l5, %r4, 4;
+    add.s64 %l5, %l1, %l5;
+    st.global.b32 [%l5], %r3;
+    bar.sync 0;"""
+ONE_ARRIVES = "    setp.ne.u32 %p5, %r15, 0;\n    @!%p5 mbarrier.arrive.shared.b64 %l5, [%r6+272];"
+
+
+def changed(text: str, *pairs: tuple[str, str]) -> str:
+    """`text` with each (old, new) replaced once, all without their indentation."""
+    text = flat(text)
+    for old, new in pairs:
+        assert flat(old) in text, old
+        text = text.replace(flat(old), flat(new), 1)
+    return text
+
+
+def flat(text: str) -> str:
+    return "\n".join(line.strip() for line in text.split("\n"))
+
+
+def one_arrives(sync: str) -> str:
+    """RING with one lane that arrives on the empty barrier for its warp."""
+    text = changed(RING, ("[%r2+272], 32", "[%r2+272], 1"), ("[%r2+280], 32", "[%r2+280], 1"))
+    return changed(text, ("    mbarrier.arrive.shared.b64 %l5, [%r6+272];", sync + ONE_ARRIVES))
+
+
+def run_lanes(text: str) -> np.ndarray:
+    return run_vector(text, threads=64, count=32)
+
+
+def run_cluster(text: str) -> np.ndarray:
+    return run_vector(text, threads=32, grid=4, cluster=2)
+
+
+def test_right_kernels_pass() -> None:
+    swapped = np.arange(192).reshape(-1, 2)[:, ::-1].ravel()
+    by_producer = changed(RING, (FENCE, ""), ("FREE:", f"FREE:\n    {FENCE}"))  # anywhere between the reads and the copy
+    for text in (RING, by_producer, changed(RING, (FENCE, "fence.proxy.async;")), one_arrives("    bar.warp.sync -1;\n")):
+        assert (run_ring(text) == swapped).all()
+    assert (run_lanes(LANES) == np.arange(32)).all()
+    assert (run_lanes(ARRIVE) == np.arange(32)).all()
+    assert (run_bulk_store(BULK_STORE) == np.arange(64)).all()
+    at_the_end = changed(BULK_STORE, (FENCE, ""), ("bar.sync 0;", f"bar.sync 0;\n    {FENCE}"))
+    assert (run_bulk_store(at_the_end) == np.arange(64)).all()
+    assert (run_swap(SWAP) == np.arange(192) ^ 32).all()
+
+
+Case = tuple[str, Callable[[str], np.ndarray], str, str, str]
+FAULTS: list[Case] = [
+    ("ring: no proxy fence", run_ring, changed(RING, (FENCE, "")), "missing proxy fence", "overwrites what is read by"),
+    (
+        "ring: proxy fence before the read",
+        run_ring,
+        changed(RING, (READ, f"    {FENCE}\n{READ}"), (READ + f"    {FENCE}", READ)),
+        "missing proxy fence",
+        "",
+    ),
+    ("ring: proxy fence of global memory", run_ring, changed(RING, (FENCE, "fence.proxy.async.global;")), "missing proxy fence", ""),
+    ("ring: fence of another kind", run_ring, changed(RING, (FENCE, "fence.acq_rel.gpu;")), "missing proxy fence", ""),
+    (
+        "ring: arrival before the read",
+        run_ring,
+        changed(
+            RING,
+            (READ, "    mbarrier.arrive.shared.b64 %l5, [%r6+272];\n" + READ),
+            (f"{FENCE}\n    mbarrier.arrive.shared.b64 %l5, [%r6+272];", FENCE),
+        ),
+        "shared-memory race",
+        "overwrites what is read by",
+    ),
+    ("ring: one lane arrives for its warp", run_ring, one_arrives(""), "shared-memory race", "overwrites what is read by"),
+    (
+        "ring: relaxed arrival",
+        run_ring,
+        changed(RING, ("mbarrier.arrive.shared.b64 %l5, [%r6+272]", "mbarrier.arrive.relaxed.cta.shared.b64 %l5, [%r6+272]")),
+        "shared-memory race",
+        "",
+    ),
+    ("ring: the producer does not wait", run_ring, changed(RING, ("    @!%p4 bra EMPTY;", "")), "mbarrier", ""),
+    ("ring: wrong parity at the empty barrier", run_ring, changed(RING, ("add.s32 %r8, %r7, -1;", "mov.u32 %r8, %r7;")), "mbarrier", ""),
+    (
+        "ring: wrong parity at the full barrier",
+        run_ring,
+        changed(RING, ("CONSUME:\n    and.b32 %r8, %r7, 1;", "CONSUME:\n    and.b32 %r8, %r7, 1;\n    xor.b32 %r8, %r8, 1;")),
+        "uninitialised read",
+        "",
+    ),
+    (
+        "ring: initialisation not fenced",
+        run_ring,
+        changed(RING, ("fence.mbarrier_init.release.cluster;", "")),
+        "mbarrier",
+        "without fence.mbarrier_init",
+    ),
+    ("ring: no barrier after the initialisation", run_ring, changed(RING, ("bar.sync 0;", "")), "mbarrier", ""),
+    (
+        "lanes: no barrier among the writers",
+        run_lanes,
+        changed(LANES, ("bar.warp.sync -1;", "")),
+        "shared-memory race",
+        "reads what was written by thread (1, 0, 0)",
+    ),
+    ("lanes: no barrier among the readers", run_lanes, changed(LANES, ("bar.warp.sync 0xffffffff;", "")), "shared-memory race", ""),
+    (
+        "lanes: barrier of too few writers",
+        run_lanes,
+        changed(LANES, ("bar.warp.sync -1;", HALVES)),
+        "shared-memory race",
+        "thread (16, 0, 0)",
+    ),
+    ("lanes: no barrier after the initialisation", run_lanes, changed(LANES, ("bar.sync 0;", "")), "mbarrier", "without synchronisation"),
+    (
+        "arrive: written after the arrival",
+        run_lanes,
+        changed(
+            ARRIVE, ("bar.arrive 1, 64;", ""), ("    st.shared.b32 [%r4], %r1;", "    bar.arrive 1, 64;\n    st.shared.b32 [%r4], %r1;")
+        ),
+        "shared-memory race",
+        "",
+    ),
+    (
+        "arrive: one who only arrives learns nothing",
+        run_lanes,
+        changed(ARRIVE, ("bar.arrive 1, 64;", "bar.arrive 1, 64;\n    st.shared.b32 [%r4], 5;")),
+        "shared-memory race",
+        "",
+    ),
+    (
+        "cp.async: waited for behind the barrier",
+        run_copy,
+        changed(
+            ASYNC, ("cp.async.wait_group 0;", "bar.sync 0;"), ("bar.sync 0;\n    bar.sync 0;", "bar.sync 0;\n    cp.async.wait_group 0;")
+        ),
+        "shared-memory race",
+        "",
+    ),
+    (
+        "bulk load: initialisation not fenced",
+        run_copy,
+        changed(BULK, ("fence.mbarrier_init.release.cluster;", "")),
+        "mbarrier",
+        "without fence.mbarrier_init",
+    ),
+    (
+        "bulk load: into what was just written",
+        run_copy,
+        changed(BULK, ("mov.u32 %r2, stage;", "mov.u32 %r2, stage;\n    setp.eq.u32 %p2, %r1, 0;\n    @%p2 st.shared.b32 [%r2], %r1;")),
+        "missing proxy fence",
+        "overwrites what was written by thread (0, 0, 0)",
+    ),
+    (
+        "bulk store: no proxy fence",
+        run_bulk_store,
+        changed(BULK_STORE, (FENCE, "")),
+        "missing proxy fence",
+        "a copy reads what was written by",
+    ),
+    (
+        "bulk store: proxy fence before the store",
+        run_bulk_store,
+        changed(BULK_STORE, (FENCE, ""), ("    st.shared.b32 [%r3]", f"    {FENCE}\n    st.shared.b32 [%r3]")),
+        "missing proxy fence",
+        "",
+    ),
+    ("bulk store: no barrier", run_bulk_store, changed(BULK_STORE, ("bar.sync 0;", "")), "shared-memory race", ""),
+    (
+        "bulk store: source used again too early",
+        run_bulk_store,
+        changed(BULK_STORE, ("cp.async.bulk.wait_group.read 0;", "cp.async.bulk.wait_group.read 1;")),
+        "shared-memory race",
+        "asynchronous copy",
+    ),
+    (
+        "bulk store: not waited for",
+        run_bulk_store,
+        changed(BULK_STORE, ("    cp.async.bulk.wait_group.read 0;\n    st.shared.b32 [%r2], %r1;\n", "")),
+        "bulk store not waited for",
+        "",
+    ),
+    ("bulk store: not committed", run_bulk_store, changed(BULK_STORE, ("cp.async.bulk.commit_group;", "")), "shared-memory race", ""),
+    ("cluster: initialisation not fenced", run_cluster, changed(SEND, ("fence.mbarrier_init.release.cluster;", "")), "mbarrier", ""),
+    (
+        "cluster: relaxed arrival without a fence",
+        run_cluster,
+        changed(EXCHANGE, ("barrier.cluster.arrive.aligned;", "barrier.cluster.arrive.relaxed.aligned;")),
+        "shared-memory race",
+        "",
+    ),
+    ("global: no barrier in the block", run_swap, changed(SWAP, ("bar.sync 0;", "")), "global-memory race", "reads what thread"),
+    (
+        "global: another block's word read",
+        run_swap,
+        changed(SWAP, ("xor.b32 %r4, %r3, 32;", "xor.b32 %r4, %r3, 64;\n    min.u32 %r4, %r4, 191;")),
+        "global-memory race",
+        "reads what",
+    ),
+    (
+        "global: another block's word written",
+        run_swap,
+        changed(SWAP, ("mul.wide.u32 %l3, %r3, 4;", "mul.wide.u32 %l3, %r1, 4;")),
+        "global-memory race",
+        "different values",
+    ),
+    (
+        "global: written over what others read",
+        run_swap,
+        changed(SWAP, ("    st.global.b32 [%l4], %r3;", "    ld.global.b32 %r6, [%l1];\n    st.global.b32 [%l4], %r3;")),
+        "global-memory race",
+        "another block reads",
+    ),
+    (
+        "global: written twice in a block",
+        run_swap,
+        changed(SWAP, ("bar.sync 0;", TWICE)),
+        "global-memory race",
+        "writes another value than thread",
+    ),
+    (
+        "global: two threads of one instruction",
+        run_swap,
+        changed(SWAP, ("    add.s64 %l4, %l1, %l3;", "    and.b64 %l7, %l3, -8;\n    add.s64 %l4, %l1, %l7;")),
+        "global-memory race",
+        "different values",
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "run", "text", "check", "part"), FAULTS, ids=[f[0] for f in FAULTS])
+def test_fault_of_order_is_named(what: str, run: Callable[[str], np.ndarray], text: str, check: str, part: str) -> None:
+    with pytest.raises(KernelFault) as caught:
+        run(text)
+    assert caught.value.check == check, f"{what}: {caught.value}"
+    assert part in str(caught.value)
+
+
+def test_same_values_and_atomics_are_no_conflict() -> None:
+    body = """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    st.global.b32 [%l1], 7;
+    red.global.add.u32 [%l1+4], 1;
+    """
+    assert run_vector(entry(".param .u64 y", body), threads=64, grid=3)[:2].tolist() == [7, 192]
+
+
+def test_blocks_of_different_chunks_are_compared() -> None:
+    """So many blocks that they are executed one batch after another."""
+    body = """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    VALUE
+    mul.wide.u32 %l2, %r1, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r3;
+    """
+    text = entry(".param .u64 y", body)
+    run_vector(text.replace("VALUE", "mov.u32 %r3, %r1;"), threads=1024, grid=40, count=1024)
+    with pytest.raises(KernelFault, match="global-memory race"):
+        run_vector(text.replace("VALUE", "setp.eq.u32 %p1, %r2, 39;\n    selp.u32 %r3, 1, 0, %p1;"), threads=1024, grid=40, count=1024)
+
+
+def test_a_lane_may_pass_on_its_own_accesses_alone() -> None:
+    """A lane's own words need no warp barrier, nor do those of a half warp whose lanes all arrive; those of other lanes do."""
+    body = """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, stage;
+    and.b32 %r3, %r1, 31;
+    shl.b32 %r4, %r3, 2;
+    add.s32 %r4, %r2, %r4;
+    setp.ne.u32 %p2, %r1, 0;
+    @%p2 bra READY;
+    mbarrier.init.shared.b64 [%r2+128], 16;
+READY:
+    bar.sync 0;
+    setp.ge.u32 %p1, %r3, 16;
+    setp.ge.u32 %p3, %r1, 32;
+    @%p3 bra READ;
+    st.shared.b32 [%r4], %r1;
+    @%p1 bra END;
+    mbarrier.arrive.shared.b64 %l5, [%r2+128];
+    bra END;
+READ:
+    mbarrier.try_wait.parity.shared.b64 %p4, [%r2+128], 0;
+    @!%p4 bra READ;
+    @%p1 bra END;
+    ld.shared.b32 %r6, [%r4];
+    mul.wide.u32 %l2, %r3, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r6;
+END:
+    """
+    text = entry(".param .u64 y", body, shared=136)
+    assert (run_vector(text, threads=64, count=16) == np.arange(16)).all()
+    with pytest.raises(KernelFault, match="reads what was written by thread"):
+        run_vector(text.replace("ld.shared.b32 %r6, [%r4]", "ld.shared.b32 %r6, [%r4+64]"), threads=64, count=16)
+
+
+def test_checks_can_be_switched_off() -> None:
+    memory, y = Memory(), np.zeros(192, np.int32)
+    z = memory.add_array("z", np.zeros(192, np.int32))
+    run_ptx(changed(SWAP, ("bar.sync 0;", "")), 3, 64, [memory.add_array("y", y), z], memory, check_races=False)
+    assert (y == np.arange(192)).all()
