@@ -1,16 +1,17 @@
 """The compressor's kernel: save this step's state rows, pool the windows that close, normalise, rotate, store.
 
-One kernel for both families and both ratios. What differs is handed in as values: `Plan` (ratio, sizes, thread layout) and a row
-writer (the cache format).
+One kernel for both families and both ratios. What differs is handed in as values: `Plan` (ratio, sizes, thread layout), a splitter
+(how many blocks share a window) and a row writer (the cache format).
 
-Work is dealt out by rows: a block takes up to `rows` rows of the step. The warps of a block have roles that meet in shared memory only,
-so that no role waits for another one's loads:
+Work is dealt out by rows: a team (the blocks of a cluster, or one block) takes up to `rows` rows of the step. The warps of a block have
+roles that meet in shared memory only, so that no role waits for another one's loads:
 
 - one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
 - pooling warps wait for the ring's stages, pool, normalise, rotate and store (`consume`);
 - saving warps copy the rows that are to be saved into the state pool (`save`).
 """
 
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass.utils import SmemAllocator
 
 from cute_kernels.compile.spec import CompressStoreSpec
-from cute_kernels.device import memory, norm_rope, pdl, pooling, window_ring
+from cute_kernels.device import memory, norm_rope, pdl, pooling, splitters, window_ring
 from cute_kernels.device.slots import Divisor
 from cute_kernels.device.window_ring import WindowRing
 from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
@@ -60,11 +61,12 @@ class Plan:
     vector         fp32 numbers of a thread's access to a state row that is saved: 4 or 8
     groups         groups of 128 threads that pool, each its own rows over all columns
     batch          rows of a stage that a group pools together
+    looks          groups of 32 rows that are looked at together
     slots          stages in flight
     savers         saving warps
     save_rows      rows whose loads a saving thread has in flight together
     unit           consecutive rows that are dealt together
-    deal           blocks over which neighbouring units are dealt, and the most there are
+    deal           teams over which neighbouring units are dealt, and the most there are, where the splitter does not say
     resident       blocks that should fit on an SM at once: bounds the registers
     """
 
@@ -72,6 +74,7 @@ class Plan:
     vector: int
     groups: int
     batch: int
+    looks: int
     slots: int
     savers: int
     save_rows: int
@@ -105,24 +108,24 @@ class Plan:
         """First column that a window row contributes. Ratio 4: the older group its first 512 columns, the closing group its second."""
         return row // 4 * HEAD_DIM if self.ratio == 4 else 0
 
-    def rows_of(self, row_count: Int32) -> Int32:
-        """Rows that a block takes (host): the same for all, so that `deal` blocks are enough; a multiple of `unit`."""
-        stretch = self.deal * self.unit
+    def rows_of(self, row_count: Int32, deal: Int32) -> Int32:
+        """Rows that a team takes (host): the same for all, so that `deal` teams are enough; a multiple of `unit`."""
+        stretch = deal * self.unit
         return cutlass.max((row_count + (stretch - 1)) // stretch, 1) * self.unit
 
-    def row_of(self, block: Int32, i: Int32) -> Int32:
-        """The row that a block takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
-        on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different blocks."""
+    def row_of(self, team: Int32, i: Int32, deal: Int32, remainder=operator.mod) -> Int32:
+        """The row that a team takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
+        on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different teams."""
         turn = i // self.unit
-        return (turn * self.deal + (block + turn) % self.deal) * self.unit + i % self.unit
+        return (turn * deal + remainder(team + turn, deal)) * self.unit + i % self.unit
 
-    def blocks(self, row_count: Int32) -> Int32:
-        """Blocks for a step of `row_count` rows (host)."""
-        return cutlass.min((row_count + self.unit - 1) // self.unit, self.deal)
+    def teams(self, row_count: Int32, deal: Int32) -> Int32:
+        """Teams for a step of `row_count` rows (host)."""
+        return cutlass.min((row_count + self.unit - 1) // self.unit, deal)
 
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
-    """Tuning, the same for both families: at most 99 KB of shared memory a block, and no clusters.
+    """Tuning of blocks that pool whole windows, the same for both families: at most 99 KB of shared memory a block, and no clusters.
 
     Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: each group of threads pools its rows of a stage.
     Where every row is saved, blocks take fewer rows, or have more warps that save.
@@ -130,11 +133,11 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
     if spec.ratio == 4:
         return Plan(
-            ratio=4, vector=vector, groups=1, batch=8, slots=3, savers=4, save_rows=2,
+            ratio=4, vector=vector, groups=1, batch=8, looks=1, slots=3, savers=4, save_rows=2,
             unit=1, deal=528 if every_row else 264, resident=2,
         )  # fmt: skip
     return Plan(
-        ratio=128, vector=vector, groups=2, batch=4, slots=2, savers=8 if every_row else 4, save_rows=2,
+        ratio=128, vector=vector, groups=2, batch=4, looks=4, slots=2, savers=8 if every_row else 4, save_rows=2,
         unit=4, deal=128, resident=1,
     )  # fmt: skip
 
@@ -143,9 +146,8 @@ class Shared(NamedTuple):
     """Shared memory of a block."""
 
     ring: window_ring.Storage
-    order: cute.Tensor  # [32] lanes whose rows close a window, in order
-    totals: cute.Tensor  # [warps with columns, 2] partial sums, by parity of the turn
-    parts: Any  # [columns, column threads, 3, groups] partial results on their way; None where one group pools the whole window
+    closing: cute.Tensor  # [4, rows looked at together] row, position, request and KV slot of those that close a window, in order
+    merging: splitters.Storage
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,7 @@ class CompressKernel:
     """names: of the compiled function's arguments, in order. writer: from `Arguments` to a row writer."""
 
     plan: Plan
+    splitter: Any
     writer: Any
     names: tuple
     pdl: bool
@@ -162,44 +165,49 @@ class CompressKernel:
         plan = self.plan
         arguments = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
         row_count = memory.extent(arguments.state_slots)
-        self.kernel(arguments, plan.rows_of(row_count), Divisor.of(Int32(arguments.state.shape[1]))).launch(
-            grid=[plan.blocks(row_count), 1, 1],
+        blocks, deal = self.splitter.choose(row_count, plan.deal)
+        self.kernel(arguments, plan.rows_of(row_count, deal), Int32(deal), Divisor.of(Int32(arguments.state.shape[1]))).launch(
+            grid=[plan.teams(row_count, deal) * blocks, 1, 1],
             block=[plan.threads, 1, 1],
             min_blocks_per_mp=plan.resident,
             preferred_smem_carveout=-1,  # the driver's default; without a value the DSL would ask a device
             stream=args[-1],
             use_pdl=self.pdl,
+            **self.splitter.launch_options(blocks),
         )
 
     @cute.kernel
-    def kernel(self, mA: Arguments, rows: Int32, by_state_rows: Divisor):
+    def kernel(self, mA: Arguments, rows: Int32, deal: Int32, by_state_rows: Divisor):
         plan = self.plan
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        shared = self.allocate()
+        shared, share = self.allocate(), self.splitter.share()
+        if cutlass.const_expr(isinstance(share.shift, int)):
+            deal = Int32(plan.deal)
+        team = Int32(block) >> share.shift
         plan.ring.prepare(shared.ring, tid)
+        self.splitter.prepare(shared.merging, tid)
         cute.arch.sync_threads()
         pdl.begin(self.pdl, mA.independent)
         if tid < plan.pooling:
-            self.consume(mA, shared, tid)
+            self.consume(mA, shared, share, tid)
         elif tid < plan.pooling + 32:
-            self.produce(mA, shared, by_state_rows, Int32(block), rows, tid % 32)
+            self.produce(mA, shared, share, by_state_rows, team, deal, rows, tid % 32)
         else:
             if cutlass.const_expr(mA.kv_score is not None):
-                self.save(mA, Int32(block), rows, tid - (plan.pooling + 32))
+                self.save(mA, share, team, deal, rows, tid - (plan.pooling + 32))
         pdl.end(self.pdl, mA.independent)
 
     def allocate(self) -> Shared:
-        plan, smem = self.plan, SmemAllocator()
+        smem = SmemAllocator()
 
         def array(dtype, *shape):
             return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
 
         return Shared(
-            ring=plan.ring.allocate(array),
-            order=array(Int32, 32),
-            totals=array(Float32, COLUMN_THREADS // 32, 2),
-            parts=array(Float32, COLUMNS, COLUMN_THREADS, 3, plan.groups) if plan.groups > 1 else None,
+            ring=self.plan.ring.allocate(array),
+            closing=array(Int32, 4, 32 * self.plan.looks),
+            merging=self.splitter.allocate(array),
         )
 
     def row_limit(self, mA: Arguments) -> Int32:
@@ -213,60 +221,76 @@ class CompressKernel:
 
     # Finding windows
 
+    def look(self, mA: Arguments, t: Int32) -> tuple:
+        """State slot, position, request and KV slot of a row."""
+        return Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t]), Int64(mA.kv_slots[t])
+
+    def closes(self, mA: Arguments, fact: tuple) -> Boolean:
+        """Whether a row of these facts closes a window whose result has a place."""
+        slot, position, request, kv_slot = fact
+        last = (position & (self.plan.ratio - 1)) == self.plan.ratio - 1
+        closes = self.is_real(mA, slot, position, request) & last & (position < memory.extent(mA.cos_sin))
+        return closes & memory.in_range(kv_slot, Int64(mA.kv_cache.shape[0]) * Int64(mA.kv_cache.shape[1]))
+
     @cute.jit
-    def produce(self, mA: Arguments, shared: Shared, by_state_rows: Divisor, block: Int32, rows: Int32, lane: Int32):
+    def produce(
+        self,
+        mA: Arguments,
+        shared: Shared,
+        share: splitters.Share,
+        by_state_rows: Divisor,
+        team: Int32,
+        deal: Int32,
+        rows: Int32,
+        lane: Int32,
+    ):
         plan, ring = self.plan, self.plan.ring
+        own = plan.window >> share.shift  # rows of a window that this block pools
         span = cutlass.const_expr(min(32, plan.window))  # lanes of a window
-        passes = cutlass.const_expr(plan.window // span)  # rows of a lane
+        passes = cutlass.max(own // span, 1)  # rows of a lane
         together = cutlass.const_expr(32 // span)  # windows that are located together
-        stages = cutlass.const_expr(span // ring.rows)
+        stages = cutlass.min(own, span) // ring.rows
         limit = self.row_limit(mA)
-        capacity = Int64(mA.kv_cache.shape[0]) * Int64(mA.kv_cache.shape[1])
+        rows = cutlass.select_(limit > 0, rows, Int32(0))
         n = Int32(0)
-        for start in cutlass.range(0, rows, 32, unroll=1):
-            t = plan.row_of(block, start + lane)
-            closes, position, request, target = Boolean(False), Int32(0), Int32(0), Int32(0)
-            if (start + lane < rows) & (t < limit):
-                slot, place = Int64(mA.state_slots[t]), Int64(mA.positions[t])
-                request, wide = Int32(mA.token_to_req[t]), Int64(mA.kv_slots[t])
-                last = (place & (plan.ratio - 1)) == plan.ratio - 1
-                closes = self.is_real(mA, slot, place, request) & last
-                closes = closes & (place < memory.extent(mA.cos_sin)) & memory.in_range(wide, capacity)
-                position, target = Int32(place), Int32(wide)
-            mask = Int32(cute.arch.vote_ballot_sync(closes))
-            count = cute.arch.popc(mask)
-            if closes:
-                shared.order[cute.arch.popc(mask & ((Int32(1) << lane) - 1))] = lane
+        for start in cutlass.range(0, rows, 32 * plan.looks, unroll=1):
+            count = Int32(0)
+            times = [plan.row_of(team, start + 32 * q + lane, deal, self.splitter.remainder) for q in range(plan.looks)]
+            facts = [self.look(mA, cutlass.min(t, limit - 1)) for t in times]  # all loads are under way before the first is waited for
+            for q in cutlass.range_constexpr(plan.looks):
+                closes = (start + 32 * q + lane < rows) & (times[q] < limit) & self.closes(mA, facts[q])
+                mask = Int32(cute.arch.vote_ballot_sync(closes))
+                if closes:
+                    place = count + cute.arch.popc(mask & ((Int32(1) << lane) - 1))
+                    shared.closing[0, place] = times[q]
+                    for i in cutlass.range_constexpr(1, 4):
+                        shared.closing[i, place] = Int32(facts[q][i])
+                count += cute.arch.popc(mask)
             cute.arch.sync_warp()
             for first in cutlass.range(0, count, together, unroll=1):
-                source = shared.order[cutlass.min(first + lane // span, count - 1)]
-                t_closing, request_closing = cute.arch.shuffle_sync(t, source), cute.arch.shuffle_sync(request, source)
-                closing, kv_slot = cute.arch.shuffle_sync(position, source), cute.arch.shuffle_sync(target, source)
+                which = cutlass.min(first + lane // span, count - 1)
+                t_closing, closing, request_closing, kv_slot = (shared.closing[i, which] for i in range(4))
                 angles = cute.make_rmem_tensor(cute.make_layout(ROPE_DIM // span), Float32)
                 angle_row = memory.base_address(mA.cos_sin) + Int64(closing - (plan.ratio - 1)) * memory.byte_stride(mA.cos_sin, 0)
                 for q in cutlass.range_constexpr(ROPE_DIM // span):
                     angles[q] = memory.at(angle_row + Int64(lane % span) * 4, Float32, ROPE_DIM, alignment=4)[q * span]
-                addresses = [Int64(0)] * passes
-                for p in cutlass.range_constexpr(passes):
-                    k = p * span + lane % span
-                    addresses[p] = self.locate(mA, by_state_rows, t_closing, closing, request_closing, k)
-                for w in cutlass.range_constexpr(together):
-                    if first + w < count:
-                        mine = lane - w * span
-                        target_slot = cute.arch.shuffle_sync(kv_slot, w * span)
-                        for p in cutlass.range_constexpr(passes):
-                            address = addresses[p]
+                for p in cutlass.range(passes, unroll=1):
+                    k = share.rank * own + p * span + lane % span
+                    address = self.locate(mA, by_state_rows, t_closing, closing, request_closing, cutlass.min(k, Int32(plan.window - 1)))
+                    values = (address & -4) + plan.half(lane % span) * 4
+                    for w in cutlass.range_constexpr(together):
+                        if first + w < count:
+                            mine = lane - w * span
+                            target_slot = cute.arch.shuffle_sync(kv_slot, w * span)
                             from_step = Int32(cute.arch.vote_ballot_sync((address & STEP_ROW) != 0)) >> (w * span)
                             excluded = Int32(cute.arch.vote_ballot_sync((address & EXCLUDED) != 0)) >> (w * span)
-                            values = (address & -4) + plan.half(lane % span) * 4
                             for s in cutlass.range(stages, unroll=1):
                                 ring.wait_empty(shared.ring, n)
                                 row = cutlass.select_(memory.in_range(mine, span), mine - s * ring.rows, Int32(-1))
                                 ring.fetch(shared.ring, n, values, values + plan.width * 4, row, lane)
-                                if cutlass.const_expr(p == 0):
-                                    if (s == 0) & memory.in_range(mine, span):
-                                        for q in cutlass.range_constexpr(ROPE_DIM // span):
-                                            shared.ring.rotation[q * span + mine, n % ring.slots] = angles[q]
+                                if (p == 0) & (s == 0) & memory.in_range(mine, span):
+                                    for q in cutlass.range_constexpr(ROPE_DIM // span):
+                                        shared.ring.rotation[q * span + mine, n % ring.slots] = angles[q]
                                 words = (Int32(0), target_slot, from_step >> (s * ring.rows), excluded >> (s * ring.rows))
                                 ring.publish(shared.ring, n, words, lane)
                                 n += 1
@@ -311,14 +335,18 @@ class CompressKernel:
     # Pooling
 
     @cute.jit
-    def consume(self, mA: Arguments, shared: Shared, tid: Int32):
+    def consume(self, mA: Arguments, shared: Shared, share: splitters.Share, tid: Int32):
         plan, ring = self.plan, self.plan.ring
-        stages = cutlass.const_expr(plan.window // ring.rows)
+        stages = cutlass.const_expr(plan.window // ring.rows // self.splitter.chunks)  # of a chunk
+        chunks = self.splitter.chunks >> share.shift  # of a window that this block pools
         group = tid // COLUMN_THREADS
         column = tid % COLUMN_THREADS * COLUMNS
-        weight = norm_rope.load_weight(mA.norm_weight, column, COLUMNS)
-        bias = cute.make_rmem_tensor(cute.make_layout((COLUMNS, plan.batch)), Float32)
-        self.load_bias(mA, group * plan.batch, column, bias)
+        owned = share.rank * (HEAD_DIM >> share.shift) + (tid & ((COLUMN_THREADS >> share.shift) - 1)) * COLUMNS
+        first = share.rank * (plan.window >> share.shift) + group * plan.batch  # row
+        weight = norm_rope.load_weight(mA.norm_weight, owned, COLUMNS)
+        shape = cute.make_layout((COLUMNS, plan.batch))
+        bias = cute.make_rmem_tensor(shape, Float32)
+        self.load_bias(mA, first, column, bias)
         n, turn = Int32(0), Int32(0)
         ring.wait_full(shared.ring, n)
         flags = shared.ring.notes[0, 0]
@@ -326,28 +354,34 @@ class CompressKernel:
             kv_slot = shared.ring.notes[1, n % ring.slots]
             rotation = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
             rotation.fill(0.0)
-            if column >= NOPE_DIM:
+            if owned >= NOPE_DIM:
                 for j in cutlass.range_constexpr(COLUMNS // 2):
-                    rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, n % ring.slots]
-                    rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, n % ring.slots]
+                    rotation[j] = shared.ring.rotation[(owned - NOPE_DIM) // 2 + j, n % ring.slots]
+                    rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (owned - NOPE_DIM) // 2 + j, n % ring.slots]
             partial = pooling.Partial.empty(COLUMNS)
-            for stage in cutlass.range(stages, unroll=1):
-                coming = cute.make_rmem_tensor(cute.make_layout((COLUMNS, plan.batch)), Float32)
-                if cutlass.const_expr(stages > 1):
-                    following = (stage + 1) % stages
-                    self.load_bias(mA, following * ring.rows + group * plan.batch, column, coming)
-                    ring.wait_full(shared.ring, n)
-                shape = cute.make_layout((COLUMNS, plan.batch))
-                values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-                from_step = shared.ring.notes[2, n % ring.slots] >> (group * plan.batch)
-                excluded = shared.ring.notes[3, n % ring.slots] >> (group * plan.batch)
-                ring.read(shared.ring, n, group * plan.batch, column, values, logits)
-                self.add_rows(from_step, excluded, bias, values, logits, partial, stages == 1)
-                ring.release(shared.ring, n)
-                if cutlass.const_expr(stages > 1 and mA.kv_score is not None):
-                    cute.autovec_copy(coming, bias)
-                n += 1
-            self.finish(mA, shared, partial, kv_slot, column, weight, rotation, turn, tid)
+            for chunk in cutlass.range(chunks, unroll=1):
+                for fragment, value in zip(partial, (pooling.NEG_INF, 0.0, 0.0), strict=True):
+                    fragment.fill(value)
+                for stage in cutlass.range(stages, unroll=1):
+                    coming = cute.make_rmem_tensor(shape, Float32)
+                    if cutlass.const_expr(plan.window > ring.rows):
+                        following = chunk * stages + stage + 1
+                        following = cutlass.select_(following == chunks * stages, Int32(0), Int32(following))
+                        self.load_bias(mA, first + following * ring.rows, column, coming)
+                        ring.wait_full(shared.ring, n)
+                    values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+                    from_step = shared.ring.notes[2, n % ring.slots] >> (group * plan.batch)
+                    excluded = shared.ring.notes[3, n % ring.slots] >> (group * plan.batch)
+                    ring.read(shared.ring, n, group * plan.batch, column, values, logits)
+                    self.add_rows(from_step, excluded, bias, values, logits, partial, plan.window == ring.rows)
+                    ring.release(shared.ring, n)
+                    if cutlass.const_expr(plan.window > ring.rows and mA.kv_score is not None):
+                        cute.autovec_copy(coming, bias)
+                    n += 1
+                self.splitter.hand_over(shared.merging, share, partial, chunk, turn, tid)
+            total = pooling.Partial.empty(COLUMNS)
+            self.splitter.gather(shared.merging, share, partial, total, turn, tid)
+            self.finish(mA, shared, share, total, kv_slot, owned, weight, rotation, turn, tid)
             turn += 1
             ring.wait_full(shared.ring, n)
             flags = shared.ring.notes[0, n % ring.slots]
@@ -379,7 +413,8 @@ class CompressKernel:
         self,
         mA: Arguments,
         shared: Shared,
-        partial: pooling.Partial,
+        share: splitters.Share,
+        total: pooling.Partial,
         kv_slot: Int32,
         column: Int32,
         weight: cute.Tensor,
@@ -387,19 +422,14 @@ class CompressKernel:
         turn: Int32,
         tid: Int32,
     ):
-        """Merge partial results, normalise and rotate the pooled row, and write it into the cache."""
-        plan = self.plan
-        if cutlass.const_expr(shared.parts is not None):
-            pooling.merge_groups(partial, shared.parts, plan.pooling, tid)
+        """Normalise and rotate the pooled row, and write it into the cache."""
         pooled = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
         for c in cutlass.range_constexpr(COLUMNS):
-            pooled[c] = partial.product[c] * cute.arch.rcp_approx(partial.weight[c])
-        squares = norm_rope.square_sum(pooled)
-        squares = cute.arch.warp_reduction_sum(squares, threads_in_group=32)
-        slots = shared.totals[None, turn % 2]
-        pooling.share_sum(squares, slots, plan.pooling, tid)
-        if tid < COLUMN_THREADS:
-            norm_rope.normalise_rotate(pooled, pooling.total_of(slots), mA.eps, weight, column >= NOPE_DIM, rotation)
+            pooled[c] = total.product[c] * cute.arch.rcp_approx(total.weight[c])
+        squares = cute.arch.warp_reduction_sum(norm_rope.square_sum(pooled), threads_in_group=splitters.SUM_THREADS)
+        squares = self.splitter.sum(shared.merging, share, squares, turn, tid)
+        if self.splitter.owns(share, tid):
+            norm_rope.normalise_rotate(pooled, squares, mA.eps, weight, column >= NOPE_DIM, rotation)
             self.writer(mA).write(mA.kv_cache, Uint32(kv_slot), column, pooled, tid % 32)
 
     def ape_address(self, mA: Arguments, place: Int32, column: Int32) -> Int64:
@@ -409,8 +439,8 @@ class CompressKernel:
     # Saving
 
     @cute.jit
-    def save(self, mA: Arguments, block: Int32, rows: Int32, tid: Int32):
-        """Copy this block's rows that are to be saved into the state pool, APE added to the scores by a plain addition."""
+    def save(self, mA: Arguments, share: splitters.Share, team: Int32, deal: Int32, rows: Int32, tid: Int32):
+        """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition."""
         plan = self.plan
         lane, columns = tid % 32, plan.vector
         row_threads = cutlass.const_expr(min(32 * plan.savers, plan.width // columns))
@@ -419,10 +449,12 @@ class CompressKernel:
         ahead = cutlass.const_expr(2 * plan.save_rows * side_by_side)  # rows that are on their way to L2 before they are loaded
         limit = self.row_limit(mA)
         shape = cute.make_layout((columns, pieces, plan.save_rows))
-        for start in cutlass.range(0, rows, 32, unroll=1):
-            t = plan.row_of(block, start + lane)
+        blocks = 1 << share.shift
+        for start in cutlass.range(0, (rows + (blocks - 1)) >> share.shift, 32, unroll=1):
+            i = ((start + lane) << share.shift) + share.rank
+            t = plan.row_of(team, i, deal, self.splitter.remainder)
             target, place = Int64(0), Int32(0)
-            if (start + lane < rows) & (t < limit):
+            if (i < rows) & (t < limit):
                 slot, position, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
                 if self.is_real(mA, slot, position, request) & (slot < Int64(mA.state.shape[0]) * Int64(mA.state.shape[1])):
                     saved = Boolean(True)
