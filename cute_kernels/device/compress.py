@@ -252,7 +252,7 @@ class CompressKernel:
         stages = cutlass.min(own, span) // ring.rows
         limit = self.row_limit(mA)
         rows = cutlass.select_(limit > 0, rows, Int32(0))
-        n = Int32(0)
+        n, turn = Int32(0), Int32(0)
         for start in cutlass.range(0, rows, 32 * plan.looks, unroll=1):
             count = Int32(0)
             times = [plan.row_of(team, start + 32 * q + lane, deal, self.splitter.remainder) for q in range(plan.looks)]
@@ -290,10 +290,11 @@ class CompressKernel:
                                 ring.fetch(shared.ring, n, values, values + plan.width * 4, row, lane)
                                 if (p == 0) & (s == 0) & memory.in_range(mine, span):
                                     for q in cutlass.range_constexpr(ROPE_DIM // span):
-                                        shared.ring.rotation[q * span + mine, n % ring.slots] = angles[q]
+                                        shared.ring.rotation[q * span + mine, turn % ring.slots] = angles[q]
                                 words = (Int32(0), target_slot, from_step >> (s * ring.rows), excluded >> (s * ring.rows))
                                 ring.publish(shared.ring, n, words, lane)
                                 n += 1
+                            turn += cutlass.select_(p == passes - 1, Int32(1), Int32(0))
             cute.arch.sync_warp()
         ring.end(shared.ring, n, lane)
 
@@ -343,7 +344,8 @@ class CompressKernel:
         column = tid % COLUMN_THREADS * COLUMNS
         owned = share.rank * (HEAD_DIM >> share.shift) + (tid & ((COLUMN_THREADS >> share.shift) - 1)) * COLUMNS
         first = share.rank * (plan.window >> share.shift) + group * plan.batch  # row
-        weight = norm_rope.load_weight(mA.norm_weight, owned, COLUMNS)
+        early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
+        weight = norm_rope.load_weight(mA.norm_weight, owned, COLUMNS) if early else None
         shape = cute.make_layout((COLUMNS, plan.batch))
         bias = cute.make_rmem_tensor(shape, Float32)
         self.load_bias(mA, first, column, bias)
@@ -352,12 +354,7 @@ class CompressKernel:
         flags = shared.ring.notes[0, 0]
         while flags != window_ring.END:
             kv_slot = shared.ring.notes[1, n % ring.slots]
-            rotation = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
-            rotation.fill(0.0)
-            if owned >= NOPE_DIM:
-                for j in cutlass.range_constexpr(COLUMNS // 2):
-                    rotation[j] = shared.ring.rotation[(owned - NOPE_DIM) // 2 + j, n % ring.slots]
-                    rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (owned - NOPE_DIM) // 2 + j, n % ring.slots]
+            rotation = self.load_rotation(shared, turn, owned) if early else None
             partial = pooling.Partial.empty(COLUMNS)
             for chunk in cutlass.range(chunks, unroll=1):
                 for fragment, value in zip(partial, (pooling.NEG_INF, 0.0, 0.0), strict=True):
@@ -378,13 +375,23 @@ class CompressKernel:
                     if cutlass.const_expr(plan.window > ring.rows and mA.kv_score is not None):
                         cute.autovec_copy(coming, bias)
                     n += 1
-                self.splitter.hand_over(shared.merging, share, partial, chunk, turn, tid)
-            total = pooling.Partial.empty(COLUMNS)
-            self.splitter.gather(shared.merging, share, partial, total, turn, tid)
-            self.finish(mA, shared, share, total, kv_slot, owned, weight, rotation, turn, tid)
+                self.splitter.fold(shared.merging, share, partial, chunk, tid)
+            self.splitter.gather(shared.merging, share, partial, turn, tid)
+            self.finish(mA, shared, share, partial, kv_slot, owned, weight, rotation, turn, tid)
             turn += 1
             ring.wait_full(shared.ring, n)
             flags = shared.ring.notes[0, n % ring.slots]
+
+    @cute.jit
+    def load_rotation(self, shared: Shared, turn: Int32, column: Int32) -> cute.Tensor:
+        """Cosines, then sines, of a thread's pairs in the window of this turn."""
+        rotation = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
+        rotation.fill(0.0)
+        if column >= NOPE_DIM:
+            for j in cutlass.range_constexpr(COLUMNS // 2):
+                rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, turn % self.plan.slots]
+                rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, turn % self.plan.slots]
+        return rotation
 
     @cute.jit
     def load_bias(self, mA: Arguments, first: Int32, column: Int32, bias: cute.Tensor):
@@ -417,12 +424,14 @@ class CompressKernel:
         total: pooling.Partial,
         kv_slot: Int32,
         column: Int32,
-        weight: cute.Tensor,
-        rotation: cute.Tensor,
+        weight: Any,
+        rotation: Any,
         turn: Int32,
         tid: Int32,
     ):
         """Normalise and rotate the pooled row, and write it into the cache."""
+        if cutlass.const_expr(weight is None):
+            weight, rotation = norm_rope.load_weight(mA.norm_weight, column, COLUMNS), self.load_rotation(shared, turn, column)
         pooled = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
         for c in cutlass.range_constexpr(COLUMNS):
             pooled[c] = total.product[c] * cute.arch.rcp_approx(total.weight[c])

@@ -1,7 +1,7 @@
 """How a window of ratio 128 is split over blocks, by rows, and how they merge what they pooled and agree on one sum.
 
-A splitter is a value handed to the kernel. A window falls into chunks; of each a block that pools it makes one partial result, and the
-results of all chunks are folded in order, wherever they were made: so the bytes of a cache row do not depend on the split. Windows are
+A splitter is a value handed to the kernel. A window falls into chunks, whose partial results are folded in pairs, pairs of pairs and so on,
+inside a block as between blocks, each of which has a subtree: so the bytes of a cache row do not depend on the split. Windows are
 counted by `turn`. Only the threads that pool call, but for `choose` and `launch_options` (host) and `prepare`.
 """
 
@@ -18,6 +18,7 @@ from cute_kernels.kv_format import HEAD_DIM
 COLUMNS = 4  # of a thread
 SUM_THREADS = 16  # threads whose sums of squares are added by shuffles: 64 columns
 SUMS = HEAD_DIM // COLUMNS // SUM_THREADS
+LEVELS = 3  # of the tree that folds the results of a window's chunks
 
 
 class Share(NamedTuple):
@@ -33,6 +34,12 @@ class Storage(NamedTuple):
     totals: cute.Tensor  # [8, 2] sums of squares of 64 columns each, by parity of the turn
     barriers: cute.Tensor  # [4]: of the sums, then of the parts, by parity of the turn
     parts: Any  # [floats] partial results on their way
+
+
+def merge(left: pooling.Partial, right: pooling.Partial) -> None:
+    """Fold `right` into `left`."""
+    for c in range(COLUMNS):
+        pooling.merge(left, c, [(right.peak[c], right.weight[c], right.product[c])])
 
 
 @dataclass(frozen=True)
@@ -63,18 +70,16 @@ class OneBlock:
     def owns(self, share: Share, tid: Int32) -> Boolean:
         return tid < HEAD_DIM // COLUMNS
 
-    def hand_over(self, storage: Storage, share: Share, partial, chunk, turn: Int32, tid: Int32) -> None:
+    def fold(self, storage: Storage, share: Share, partial: pooling.Partial, chunk, tid: Int32) -> None:
         """The only chunk is the window."""
 
     @cute.jit
-    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, total: pooling.Partial, turn: Int32, tid: Int32):
+    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32):
         """Merge the groups of the block; the first group holds the result."""
         groups = cutlass.const_expr(self.threads * COLUMNS // HEAD_DIM)
-        for q in cutlass.range_constexpr(3):
-            cute.autovec_copy(partial[q], total[q])
         if cutlass.const_expr(groups > 1):
             parts = cute.make_tensor(storage.parts.iterator, cute.make_layout((COLUMNS, HEAD_DIM // COLUMNS, 3, groups)))
-            pooling.merge_groups(total, parts, self.threads, tid)
+            pooling.merge_groups(partial, parts, self.threads, tid)
 
     @cute.jit
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
@@ -98,7 +103,7 @@ class RowCluster:
     """
 
     steps: tuple
-    chunks = 8
+    chunks = 1 << LEVELS
 
     @staticmethod
     def remainder(n: Int32, teams: Int32) -> Int32:
@@ -119,8 +124,7 @@ class RowCluster:
         return Share(Int32(cute.arch.block_idx_in_cluster()), Int32(cute.arch.popc(blocks - 1)))
 
     def allocate(self, array) -> Storage:
-        least = min(blocks for _, blocks, _ in self.steps if blocks > 1)
-        return Storage(array(Float32, SUMS, 2), array(cutlass.Int64, 4), array(Float32, 3 * HEAD_DIM * self.chunks // least))
+        return Storage(array(Float32, SUMS, 2), array(cutlass.Int64, 4), array(Float32, 3 * HEAD_DIM * LEVELS))
 
     @cute.jit
     def prepare(self, storage: Storage, tid: Int32):
@@ -131,6 +135,10 @@ class RowCluster:
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
 
+    def shifts(self) -> list[int]:
+        """Of the teams of several blocks."""
+        return sorted({blocks.bit_length() - 1 for _, blocks, _ in self.steps if blocks > 1})
+
     def owners(self, share: Share) -> Int32:
         """Threads that finish a window's columns."""
         return Int32(HEAD_DIM // COLUMNS) >> share.shift
@@ -138,62 +146,72 @@ class RowCluster:
     def owns(self, share: Share, tid: Int32) -> Boolean:
         return tid < self.owners(share)
 
-    def place(self, storage: Storage, share: Share, chunk, q: int, thread: Int32) -> cute.Tensor:
-        """Where an owner has a chunk's peak, weight or product (q)."""
-        place = storage.parts.iterator + ((chunk * 3 + q) * self.owners(share) + thread) * COLUMNS
+    def place(self, storage: Storage, first, q: int, threads, thread: Int32) -> cute.Tensor:
+        """Where a peak, weight or product (q) lies of the first-th of partial results that `threads` threads have."""
+        place = storage.parts.iterator + ((first * 3 + q) * threads + thread) * COLUMNS
         pointer = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=4 * COLUMNS)
         return cute.make_tensor(pointer, cute.make_layout(COLUMNS))
 
-    def load(self, storage: Storage, share: Share, chunk: int, tid: Int32, target: pooling.Partial) -> None:
+    def load(self, storage: Storage, first, threads, tid: Int32) -> pooling.Partial:
+        found = pooling.Partial.empty(COLUMNS)
         for q in range(3):
-            cute.autovec_copy(self.place(storage, share, chunk, q, tid), target[q])
+            cute.autovec_copy(self.place(storage, first, q, threads, tid), found[q])
+        return found
 
     @cute.jit
-    def hand_over(self, storage: Storage, share: Share, partial: pooling.Partial, chunk: Int32, turn: Int32, tid: Int32):
-        """A thread's result of the block's `chunk`-th chunk: folded on the spot, or sent to the block that owns the columns.
+    def fold(self, storage: Storage, share: Share, partial: pooling.Partial, chunk: Int32, tid: Int32):
+        """Fold what a thread has of the block's chunks so far, as a binary counter carries: after the last one it has the root.
+
+        The threads' results of the left halves lie in `parts`, by level. The highest level is used by single blocks only, and only
+        blocks that share windows are sent anything, to that place.
+        """
+        for level in cutlass.range_constexpr(LEVELS):
+            ones = cutlass.const_expr((2 << level) - 1)
+            if (chunk & ones) == ones:
+                left = self.load(storage, self.room(level), HEAD_DIM // COLUMNS, tid)
+                merge(left, partial)
+                for q in cutlass.range_constexpr(3):
+                    cute.autovec_copy(left[q], partial[q])
+        if ((chunk + 1) << share.shift) != self.chunks:
+            level = cute.arch.popc(chunk ^ (chunk + 1)) - 1
+            for q in cutlass.range_constexpr(3):
+                cute.autovec_copy(partial[q], self.place(storage, self.room(level), q, HEAD_DIM // COLUMNS, tid))
+
+    def room(self, level):
+        """Place of a level's results in `parts`; that of the highest level is the one other blocks send to."""
+        return LEVELS - 1 - level
+
+    @cute.jit
+    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32):
+        """Send the block's root to the owners of its columns, who go on folding, by the same tree.
 
         No block sends before it has the sums of the turn before, which an owner sends when it has read its parts.
         """
-        if share.shift == 0:
-            folded = pooling.Partial.empty(COLUMNS)
-            if chunk > 0:
-                self.load(storage, share, 0, tid, folded)
-                for c in cutlass.range_constexpr(COLUMNS):
-                    pooling.merge(folded, c, [(partial.peak[c], partial.weight[c], partial.product[c])])
-            else:
-                for q in cutlass.range_constexpr(3):
-                    cute.autovec_copy(partial[q], folded[q])
-            for q in cutlass.range_constexpr(3):
-                cute.autovec_copy(folded[q], self.place(storage, share, 0, q, tid))
-        else:
+        if share.shift > 0:
             if turn > 0:
                 cute.arch.mbarrier_wait(storage.barriers.iterator + (turn - 1) % 2, (turn - 1) // 2 % 2)
-            owners = self.owners(share)
-            first = share.rank * (Int32(self.chunks) >> share.shift)
-            for q in cutlass.range_constexpr(3):
-                place = self.place(storage, share, first + chunk, q, tid & (owners - 1))
-                bits = tuple(convert.bits_of(partial[q][c]) for c in range(COLUMNS))
-                owner = tid >> (7 - share.shift)
-                cute.arch.store_async_dsmem(place.iterator, bits, storage.barriers.iterator + (2 + turn % 2), owner)
-
-    @cute.jit
-    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, total: pooling.Partial, turn: Int32, tid: Int32):
-        """The owners fold what all blocks sent."""
-        if share.shift == 0:
-            self.load(storage, share, 0, tid, total)
-        else:
-            barrier = storage.barriers.iterator + (2 + turn % 2)
-            owners = self.owners(share)
+            barrier, owners = storage.barriers.iterator + (2 + turn % 2), self.owners(share)
             if tid == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, owners * (4 * COLUMNS * 3 * self.chunks))
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, HEAD_DIM * 4 * 3)
+            for q in cutlass.range_constexpr(3):
+                place = self.place(storage, share.rank, q, owners, tid & (owners - 1))
+                bits = tuple(convert.bits_of(partial[q][c]) for c in range(COLUMNS))
+                cute.arch.store_async_dsmem(place.iterator, bits, barrier, tid >> (7 - share.shift))
             if tid < owners:
                 cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
-                loaded = pooling.Partial.empty(COLUMNS)
-                self.load(storage, share, 0, tid, total)
-                for chunk in cutlass.range_constexpr(1, self.chunks):
-                    self.load(storage, share, chunk, tid, loaded)
-                    for c in cutlass.range_constexpr(COLUMNS):
-                        pooling.merge(total, c, [(loaded.peak[c], loaded.weight[c], loaded.product[c])])
+                for shift in self.shifts():
+                    if share.shift == shift:
+                        root = self.tree(storage, 0, 1 << shift, owners, tid)
+                        for q in cutlass.range_constexpr(3):
+                            cute.autovec_copy(root[q], partial[q])
+
+    def tree(self, storage: Storage, first: int, count: int, owners: Int32, tid: Int32) -> pooling.Partial:
+        """The roots of `count` blocks from the first-th on, folded in pairs."""
+        if count == 1:
+            return self.load(storage, first, owners, tid)
+        left = self.tree(storage, first, count // 2, owners, tid)
+        merge(left, self.tree(storage, first + count // 2, count // 2, owners, tid))
+        return left
 
     @cute.jit
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:

@@ -23,7 +23,7 @@ class Storage(NamedTuple):
     """Shared memory of a ring."""
 
     rows: cute.Tensor  # [512, 2 (values, scores), rows, slots] fp32
-    rotation: cute.Tensor  # [64, slots] of a window, in its first stage's slot
+    rotation: cute.Tensor  # [64, slots] of a window, the turn-th of the kernel in turn % slots
     notes: cute.Tensor  # [4, slots]
     full: cute.Tensor  # [slots] barriers
     empty: cute.Tensor  # [slots] barriers

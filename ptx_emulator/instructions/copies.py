@@ -38,7 +38,7 @@ def _cp(build: Build, ins: ptx.Instruction) -> Step:
         n = int(ins.operands[0].text, 0)  # type: ignore[union-attr]
         return lambda f: _groups(f).wait(f, n)
     if m.take("mbarrier"):
-        return _arrive(build, ins, m)
+        raise m.unsupported("arrival of cp.async on an mbarrier")
     m.take("ca", "cg")
     if not m.take("shared", "shared::cta") or not m.take("global"):
         raise m.unsupported()
@@ -119,23 +119,6 @@ class CopyGroups:
                 rest.append((lanes[~mine], place[~mine], data[~mine], group[~mine]))
         self.committed = rest
 
-    def take(self, f: Fragment) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Hand over all copies of a fragment's threads: places and data."""
-        taken: list[tuple[np.ndarray, np.ndarray]] = []
-
-        def without(copies: list[tuple[np.ndarray, ...]]) -> list[tuple[np.ndarray, ...]]:
-            rest = []
-            for columns in copies:
-                mine = np.isin(columns[0], f.lanes)
-                if mine.any():
-                    taken.append((columns[1][mine], columns[2][mine]))
-                if not mine.all():
-                    rest.append(tuple(c[~mine] for c in columns))
-            return rest
-
-        self.open, self.committed = without(self.open), without(self.committed)  # type: ignore[assignment,arg-type]
-        return taken
-
 
 def put(machine: Machine, place: np.ndarray, data: np.ndarray) -> None:
     """Write rows of bytes into shared memory and mark them written."""
@@ -149,32 +132,6 @@ def _groups(f: Fragment) -> CopyGroups:
     if machine.copies is None:
         machine.copies = CopyGroups(machine)
     return machine.copies
-
-
-def _arrive(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
-    """`cp.async.mbarrier.arrive.noinc`: each thread arrives when all copies that it started before have been carried out."""
-    if not m.take("arrive") or not m.take("noinc") or not m.take("shared", "shared::cta") or not m.take("b64"):
-        raise m.unsupported()
-    m.finish(1)
-    bar = address_of(build, ins, ins.operands[0], "shared")
-
-    def run(f: Fragment) -> None:
-        machine = f.machine
-        barriers = machine.shared.place(f, np.broadcast_to(bar(f), (f.n,)), 8)[0].copy()
-        warps = f.lanes // 32
-        for i in range(f.n):
-            machine.mbarriers.publish(machine.mbarriers.get(int(barriers[i]), i), int(warps[i]))
-        copies = _groups(f).take(f)
-
-        def arrive() -> None:
-            for place, data in copies:
-                put(machine, place, data)
-            for i in range(barriers.size):
-                machine.mbarriers.arrive(int(barriers[i]), int(warps[i]), i, release=False)
-
-        machine.mbarriers.pending.append(arrive)
-
-    return run
 
 
 def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:

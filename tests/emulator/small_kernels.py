@@ -297,45 +297,9 @@ ASYNC = entry(
     shared=256,
 )
 
-# The same, but each thread arrives on an mbarrier when its own copy is there.
-ARRIVAL = entry(
-    ".param .u64 y, .param .u64 x",
-    """
-    ld.param.b64 %l1, [y];
-    ld.param.b64 %l2, [x];
-    mov.u32 %r1, %tid.x;
-    mov.u32 %r2, stage;
-    setp.ne.u32 %p1, %r1, 0;
-    @%p1 bra READY;
-    mbarrier.init.shared.b64 [%r2+256], 64;
-READY:
-    bar.sync 0;
-    shl.b32 %r3, %r1, 2;
-    add.s32 %r4, %r2, %r3;
-    mul.wide.u32 %l3, %r1, 4;
-    add.s64 %l4, %l2, %l3;
-    cp.async.ca.shared.global [%r4], [%l4], 4;
-    cp.async.mbarrier.arrive.noinc.shared.b64 [%r2+256];
-    {
-    .reg .pred done;
-AGAIN:
-    mbarrier.try_wait.parity.shared.b64 done, [%r2+256], 0;
-    @done bra OUT;
-    bra AGAIN;
-OUT:
-    }
-    xor.b32 %r5, %r3, 4;
-    add.s32 %r5, %r2, %r5;
-    ld.shared.b32 %r6, [%r5];
-    add.s64 %l5, %l1, %l3;
-    st.global.b32 [%l5], %r6;
-    """,
-    shared=272,
-)
-
 
 def run_copy(text: str) -> np.ndarray:
-    """Run BULK, ASYNC or ARRIVAL on x = 7, 8, ..., 70; returns y."""
+    """Run BULK or ASYNC on x = 7, 8, ..., 70; returns y."""
     memory = Memory()
     x, y = np.arange(7, 71, dtype=np.int32), np.zeros(64, np.int32)
     whole = np.zeros(96, np.int32)

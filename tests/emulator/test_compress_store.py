@@ -113,8 +113,8 @@ def cases(spec: CompressStoreSpec) -> list[CompressCase]:
         make_compress_case([Request(9 * ratio - 3, 6)], state_block=3, page_rows=5, seed=6, **common),
         crowded(spec, **common),
     ]
-    if split_of(spec, 8193) != split_of(spec, 1):
-        made.append(lengthened(make_compress_case(decode[:2], seed=12, **common), 8193))
+    one = make_compress_case(decode[:1], seed=12, **common)
+    made += [lengthened(one, count) for count in (2049, 8193) if split_of(spec, count) != split_of(spec, 1)]
     return [aligned(c, spec.vector_bytes) for c in made]
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from ptx_emulator import Buffer, KernelFault, LaunchError, Memory, run_ptx
 from tests.emulator.small_kernels import (
-    ARRIVAL,
     ASYNC,
     BULK,
     EXCHANGE,
@@ -51,8 +50,7 @@ def test_right_kernels_pass() -> None:
         y = run_vector(text, threads=32, grid=4, cluster=2)
         assert (y.reshape(4, 32) == np.array([1, 0, 3, 2])[:, None] * 100 + np.arange(32)).all()
     assert (run_copy(BULK) == np.arange(7, 71)).all()
-    for text in (ASYNC, ARRIVAL):
-        assert (run_copy(text) == np.arange(7, 71).reshape(32, 2)[:, ::-1].ravel()).all()
+    assert (run_copy(ASYNC) == np.arange(7, 71).reshape(32, 2)[:, ::-1].ravel()).all()
 
 
 # ---- faults in REVERSE: (what, old text, new text, check, part of the message)
@@ -316,15 +314,6 @@ COPY_FAULTS = [
     ("cp.async not waited for", ASYNC, "cp.async.wait_group 0;", "", "uninitialised read"),
     ("one group too many left", ASYNC, "cp.async.wait_group 0;", "cp.async.wait_group 1;", "uninitialised read"),
     ("no barrier after cp.async", ASYNC, "bar.sync 0;", "", "shared-memory race"),
-    (
-        "arrives before its cp.async",
-        ARRIVAL,
-        "cp.async.mbarrier.arrive.noinc.shared.b64",
-        "mbarrier.arrive.shared.b64 %l7,",
-        "uninitialised read",
-    ),
-    ("an arrival too many expected", ARRIVAL, "[%r2+256], 64;", "[%r2+256], 65;", "deadlock"),
-    ("arrival of cp.async not waited for", ARRIVAL, "[%r2+256], 0;", "[%r2+256], 1;", "uninitialised read"),
 ]
 
 
