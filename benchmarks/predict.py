@@ -116,13 +116,14 @@ class Prediction:
 def kernels(target: Target) -> Iterator[Kernel]:
     """The kernels of a family on a prefill step."""
     prefill = serving.prefill
-    small, large = prefill(1024, 4), prefill(8192, 4)
+    large = prefill(8192, 4)
     formats = {"sm100": ("bf16", "fp8"), "sm120": ("fp8_ds_mla",)}[target.family]
     for kv_format in formats:
         for ratio in (4, 128):
             options = {"ratio": ratio, "kv_format": kv_format, "save": READ}
             yield Kernel(f"ratio {ratio} {kv_format} prefill 8192 save read", cases.compress_part(options), prefill(2048, 4), large)
-    yield Kernel("prefill 8192 k=512", cases.index_part(512, target.family), small, large)
+    # Enough rows that each is one warp's, as in the large step: up to 1024 a block serves a row.
+    yield Kernel("prefill 8192 k=512", cases.index_part(512, target.family), prefill(2048, 4), large)
     for kv_format in formats:
         q_dtype = torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16
         yield Kernel(f"{kv_format} 8192 rows, 64 heads", cases.insert_part(64, kv_format, q_dtype), prefill(64, 4), large)
@@ -141,6 +142,10 @@ def access_bytes(text: str) -> int:
     """Bytes that one thread moves by a load or store instruction."""
     found = _WIDTH.search(text.replace("::", "."))
     return int(found[1] or 1) * int(found[2]) // 8 if found else 0
+
+
+def _is_wide(opcode: str, vector_bytes: int) -> bool:
+    return opcode.startswith("cp.async.bulk") or access_bytes(opcode) >= vector_bytes
 
 
 def _opcode(text: str) -> str:
@@ -184,7 +189,7 @@ def predict(kernel: Kernel, target: Target) -> Prediction:
     slots = issued(result.warps, result.texts) * ratio * scale
     direct = sum(row[2] for row in result.accesses.values())
     bulk = max(result.loaded + result.stored - direct, 0)
-    wide = bulk + sum(row[2] for line, row in result.accesses.items() if access_bytes(result.texts[line]) >= target.vector_bytes)
+    wide = bulk + sum(row[2] for line, row in result.accesses.items() if _is_wide(_opcode(result.texts[line]), target.vector_bytes))
     shared = sum(
         warps * 32 * access_bytes(_opcode(result.texts[line]))
         for line, warps in result.warps.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -45,30 +44,33 @@ class Bound:
         devices = {str(t.device) for t in tensors.values()}
         if len(devices) > 1:
             raise InvalidArgument(next(iter(tensors)), f"devices {', '.join(sorted(devices))}", "one device for all tensors of a call")
-        if operation is not None and kept.get("backend") != "reference" and devices and next(iter(tensors.values())).device.type == "cuda":
+        on_gpu = not tensors or next(iter(tensors.values())).is_cuda
+        if operation is not None and kept.get("backend") != "reference" and on_gpu:
             self._prepare(operation, tensors)
 
     def _prepare(self, operation: Operation, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Checks the kept tensors one by one and converts them for the compiled function."""
-        import tvm_ffi
+        """Checks the kept tensors one by one and converts them for the compiled function. Without any, a call's own device counts."""
+        self._operation = operation
+        if tensors:
+            import tvm_ffi
 
-        device = next(iter(tensors.values())).device
-        self._operation, self._target = operation, dispatch.resolve_target(device, self._kept.get("target"))
-        table = {arg.name: arg for arg in operation.tensors}
-        validate.check(tuple(table[n] for n in tensors), tensors, {}, device)
-        tensors = validate.with_regular_empties(operation.tensors, tensors)
-        # The anchor stays a torch tensor: from it TVM-FFI learns torch's current stream on each call.
-        self._prepared = {n: tvm_ffi.from_dlpack(t) for n, t in tensors.items() if n != operation.anchor}
+            device = next(iter(tensors.values())).device
+            self._target = dispatch.resolve_target(device, self._kept.get("target"))
+            table = {arg.name: arg for arg in operation.tensors}
+            validate.check(tuple(table[n] for n in tensors), tensors, {}, device)
+            tensors = validate.with_regular_empties(operation.tensors, tensors)
+            # The anchor stays a torch tensor: from it TVM-FFI learns torch's current stream on each call.
+            self._prepared = {n: tvm_ffi.from_dlpack(t) for n, t in tensors.items() if n != operation.anchor}
         parameters = ("*", *(f"{name}=default_{name}" for name in self._names), "**others")
         scope = {"compiling": is_compiling, **{f"default_{name}": value for name, value in self._defaults.items()}}
-        self._form = Form(
-            operation, self._names, self._slow, parameters=parameters, scope=scope, skip="others or compiling()", more="others"
-        )
+        skip = "others or compiling()"
+        more: dict[str, Any] = {"parameters": parameters, "scope": scope, "skip": skip, "more": "others", "anywhere": not tensors}
+        self._form = Form(operation, self._names, self._slow, **more)
         self.call = self._form.call
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Bound:
-        """The same call with copies of what it keeps: `call` is a function of the originals, which `copy` would share."""
-        return Bound(self._public, self._operation, copy.deepcopy(self._kept, memo))
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is made anew from copies of what this one keeps: `call` is a function of the originals."""
+        return _again, (self._public, self._kept)
 
     def _plain(self, **varying: Any) -> Any:
         """The public call."""
@@ -91,8 +93,19 @@ class Bound:
         if is_compiling() or elsewhere:
             return self._plain(**varying)
         self._require_names(varying)
-        assert self._operation is not None and self._target is not None and self._form is not None
-        a = {**self._kept, **varying}
+        assert self._operation is not None and self._form is not None
+        a, target = {**self._kept, **varying}, self._target
+        if target is None:
+            anchor = a[self._operation.anchor]
+            if not isinstance(anchor, torch.Tensor) or not anchor.is_cuda:
+                return self._plain(**varying)
+            target = dispatch.cuda_target(anchor, a.get("target"))
         key = self._form.key(given)
         remember = None if key is None else functools.partial(self._form.remember, key, a, self._prepared)
-        return self._operation.launch(a, self._target, self._prepared, remember)
+        return self._operation.launch(a, target, self._prepared, remember)
+
+
+def _again(call: Callable[..., Any], kept: Mapping[str, Any]) -> Bound:
+    from cute_kernels.ops import bound
+
+    return bound(call, **kept)

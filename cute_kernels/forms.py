@@ -24,6 +24,9 @@ MOST_READY = 1024
 # What a call raises whose arguments are of another kind than the remembered ones, or are refused by the compiled function.
 REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError)
 _NOTHING: Mapping[str, Any] = {}
+# What the code that torch.compile generates makes tensors of the current device with: it takes half as long as `new_empty`. Torch
+# promises it to nobody, hence the other way where it is missing.
+_new_cuda = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
 Launch = Callable[..., Any]
 
 
@@ -177,7 +180,8 @@ class _Writer:
         self.body: list[str] = []
         self.known = {id(v): e for name in form.names if name in form.operation.made for e, v in _parts(name, given[name])}
         stay = {id(v) for name in form.operation.made if name not in form.names for _, v in _parts(name, given[name])}
-        self.outputs = {name: self.output(value, id(value) in stay) for name, value in launched.outputs.items()}
+        outputs = {name: value for name, value in launched.outputs.items() if value is not None}  # None: the form of table has no such part
+        self.outputs = {name: self.output(value, id(value) in stay) for name, value in outputs.items()}
 
     def constant(self, value: Any) -> str:
         name = f"c{len(self.scope)}"
@@ -192,12 +196,13 @@ class _Writer:
             import tvm_ffi
 
             return self.constant(tvm_ffi.from_dlpack(tensor))
-        source = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # from which torch makes others faster than from nothing
-        dense = tensor.stride() == torch.empty(tensor.shape, device="meta").stride()  # `is_contiguous` passes over extents of 1
-        new = self.constant(source.new_empty if dense else source.new_empty_strided)
-        sizes = tuple(tensor.shape) if dense else (tuple(tensor.shape), tensor.stride())  # torch reads numbers faster than a tuple
         name = self.known[id(tensor)] = f"o{len(self.body)}"
-        self.body.append(f"{name} = {new}({', '.join(map(str, sizes))})")
+        source = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # from which torch makes others faster than from nothing
+        new = f"{self.constant(source.new_empty_strided)}({tuple(tensor.shape)}, {tensor.stride()})"
+        if tensor.is_cuda and _new_cuda is not None:
+            fast = f"{self.constant(_new_cuda)}({tuple(tensor.shape)}, {tensor.stride()}, {self.constant(tensor.dtype)})"
+            new = f"{fast} if {self.constant(torch._C._cuda_getDevice)}() == {tensor.get_device()} else {new}"
+        self.body.append(f"{name} = {new}")
         return name
 
     def argument(self, name: str) -> str:

@@ -220,6 +220,7 @@ class SparseMLA(Held):
         more = {"padded_heads": spec.padded_heads, "apply_q_norm": spec.apply_q_norm, "q_dtype": spec.q_dtype(self.target)}
         more |= {"backend": insert_backend, "target": self.target}
         self._insert = {independent: bound(qkv_insert, independent=independent, **kept, **more) for independent in (False, True)}
+        self._indices = bound(sparse_indices, window=self.window, compressed=self.compressed, ratio=spec.ratio, target=self.target)
 
     def _require_format(self, name: str, cache: torch.Tensor | None) -> None:
         found = format_of(validate.tensor(name, cache), name)
@@ -340,22 +341,19 @@ class SparseMLA(Held):
         shape = ("sparse_indices", combined, width)
 
         def build(number: object) -> Indices:
-            return sparse_indices(
-                step.positions,
-                step.token_to_req,
-                tables.window_block_table,
-                chosen,
-                compressed_table,
-                window=self.window,
-                compressed=self.compressed,
+            built: Indices = self._indices.call(
+                positions=step.positions,
+                token_to_req=step.token_to_req,
+                window_block_table=tables.window_block_table,
+                ids=chosen,
+                compressed_block_table=compressed_table,
                 source=source,
-                ratio=self.spec.ratio,
                 width=None if source is IdSource.NONE else width,
                 slots=tables.window_slots,
                 out=step.once((*shape, number, "rows"), lambda: first_rows(step.keep((*shape, number), new_buffers), step.num_tokens)),
                 independent=independent,
-                target=self.target,
             )
+            return built
 
         def new_buffers() -> Indices:
             return new_tables(step.max_tokens, width, combined, device)

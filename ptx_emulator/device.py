@@ -88,7 +88,10 @@ class LaunchRecord:
 
 @dataclass
 class EmulatedKernel:
-    """A compiled function on the emulated device; call it with CPU tensors and numbers in the order of `argument_names`."""
+    """A compiled function on the emulated device; call it with CPU tensors and numbers in the order of `argument_names`.
+
+    `programs` are the kernels that its launches find, by name: those of `ptx`, unless somebody puts others in their place.
+    """
 
     name: str
     function: Any
@@ -105,11 +108,11 @@ class EmulatedKernel:
 
     def __post_init__(self) -> None:
         try:
-            self._programs = load_programs(self.ptx)
+            self.programs = load_programs(self.ptx)
         except PtxSyntaxError as error:
             raise error.of_file(self.ptx_file) from None
         self._callback = _CALLBACK(self._launch)
-        static = max(p.build.static_shared for p in self._programs.values()) - SHARED_START
+        static = max(p.build.static_shared for p in self.programs.values()) - SHARED_START
         self.library.ptx_emulator_connect(self._callback, self.shared_limit, static)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -151,9 +154,9 @@ class EmulatedKernel:
         return 0
 
     def _run(self, kernel: str, config: _Config, arguments: Any) -> None:
-        program = self._programs.get(kernel)
+        program = self.programs.get(kernel)
         if program is None:
-            raise LaunchError(f"the object launches {kernel}, its PTX holds {', '.join(self._programs)}")
+            raise LaunchError(f"the object launches {kernel}, its PTX holds {', '.join(self.programs)}")
         cluster, pdl = (1, 1, 1), False
         table = ctypes.cast(config.attributes, ctypes.POINTER(_Attribute))
         for i in range(config.attribute_count):

@@ -152,6 +152,7 @@ _ENTRY = re.compile(r"\.entry\s+(\w+)[^{]*\{(.*?)^\}", re.MULTILINE | re.DOTALL)
 _GLOBAL_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|prefetch|multimem)\.(?!param|shared|const|local)[\w.:]*")
 _LEAVES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:ret|exit|trap|brx\S*|call\S*)\b", re.MULTILINE)
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
+_JUMP = re.compile(r"^\s*bra(?:\.uni)?\s+\$\w+;", re.MULTILINE)  # whatever stands behind it is not reached from in front
 _WAIT = re.compile(r"^\s*griddepcontrol\.wait;", re.MULTILINE)
 # A wait that a branch leads around: unless a register is 0; and in all blocks but the first, or where a register is 0.
 _SKIPPED = r"bra\s+(\$\w+);\s*(?://.*\s*)?griddepcontrol\.wait;\s*(?://.*\s*)?"
@@ -166,29 +167,45 @@ _PARAMETER, _BLOCK_INDEX = r"ld\.param\.[bsu]32\s+{}, \[(\w+)\];", r"mov\.u32\s+
 def pdl_faults(ptx: str) -> list[str]:
     """Where a kernel breaks the rule of programmatic dependent launch: one sentence a fault, none for a sound kernel.
 
-    The rule: every thread executes a wait before its first access to global memory. So the wait must stand before every global
-    access, and no path may lead around it: no return, and no branch to a place behind it. One exception: a kernel may skip this wait
-    where a parameter is not 0, if the threads of its first block then execute one directly before they leave.
+    The rule: every thread executes a wait before its first access to global memory. So on the way from the entry, along every branch,
+    a wait must come before any global access and before any return. One exception: a kernel may skip its waits where a parameter is
+    not 0, if the threads of its first block then execute one directly before they leave.
     """
-    faults = []
     entries = _ENTRY.findall(ptx)
     if not entries:
         return ["the PTX has no entry"]
-    for name, body in entries:
-        found = _WAIT.search(body)
-        if found is None:
-            faults.append(f"{name}: no unconditional griddepcontrol.wait")
+    return [f"{name}: {fault}" for name, body in entries for fault in _faults_of(body)]
+
+
+def _faults_of(body: str) -> list[str]:
+    if _WAIT.search(body) is None:
+        return ["no unconditional griddepcontrol.wait"]
+    faults: list[str] = []
+    starts, seen = [(0, "")], set()
+    while starts:
+        start, label = starts.pop()
+        if start in seen:
             continue
-        guard = _FIRST_WAIT.search(body)
-        late = guard is not None and guard.start() < found.start() < guard.end()
-        before = body[: guard.start() if guard is not None and late else found.start()]
-        if guard is not None and late and not _waits_last(body, guard):
-            faults.append(f"{name}: a griddepcontrol.wait that may be skipped, and no last one in its place")
-        faults += [f"{name}: `{access[0]}` before griddepcontrol.wait" for access in _GLOBAL_ACCESS.finditer(before)]
-        faults += [f"{name}: `{leave[0].strip()}` before griddepcontrol.wait" for leave in _LEAVES.finditer(before)]
-        for label in _BRANCH.findall(before):
-            if f"{label}:" not in before:
-                faults.append(f"{name}: a branch to {label} leads around griddepcontrol.wait")
+        seen.add(start)
+        wait, jump, guard = _WAIT.search(body, start), _JUMP.search(body, start), _FIRST_WAIT.search(body, start)
+        if wait is None or (jump is not None and jump.end() < wait.start()):
+            if jump is None:
+                faults.append(f"a branch to {label} leads around griddepcontrol.wait")
+                continue
+            end = jump.end()
+        else:
+            end = wait.start()
+            if guard is not None and guard.start() < end < guard.end():
+                end = guard.start()
+                if not _waits_last(body, guard):
+                    faults.append("a griddepcontrol.wait that may be skipped, and no last one in its place")
+        before = body[start:end]
+        faults += [f"`{access[0]}` before griddepcontrol.wait" for access in _GLOBAL_ACCESS.finditer(before)]
+        faults += [f"`{leave[0].strip()}` before griddepcontrol.wait" for leave in _LEAVES.finditer(before)]
+        for target in _BRANCH.findall(before):
+            place = body.find(f"{target}:")
+            if not start <= place < end:
+                starts.append((place, target))
     return faults
 
 

@@ -9,22 +9,21 @@ import itertools
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, Uint32
 
 from cute_kernels.device.memory import base_address, store_vector
 
 WARP = cute.arch.WARP_SIZE
-# Beside a warp's number of valid entries: they are not the first of its share.
-RAGGED = 1 << 16
 
 
-@cute.jit
-def all_valid(entries: cute.Tensor) -> Boolean:
-    """True iff every entry of every lane of the warp is >= 0."""
-    merged = entries[0]
-    for i in cutlass.range_constexpr(1, cute.size(entries)):
-        merged = merged | entries[i]
-    return cute.arch.vote_all_sync(merged >= 0)
+def at_shared(address: Int32) -> cute.Tensor:
+    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(1))
+
+
+# A warp that several serve a row with says how many of its entries are valid and, in the upper half of the word, which column the
+# last of them has if they come first in its share, else RAGGED.
+HALF = 16
+RAGGED = 0xFFFF
 
 
 def valid_lanes(entries: cute.Tensor, chunk: int) -> list[Int32]:
@@ -94,7 +93,13 @@ def store_ranked(entries: cute.Tensor, gRow: cute.Tensor, begin: Int32, lane: In
 
 @cute.jit
 def store_by_warp(
-    entries: cute.Tensor, gRow: cute.Tensor, first: Int32, count: Int32, filled: Int32, lane: Int32, streaming: cutlass.Constexpr
+    entries: cute.Tensor,
+    gRow: cute.Tensor,
+    first: Int32,
+    count: Int32,
+    filled: Int32,
+    lane: Int32,
+    streaming: cutlass.Constexpr,
 ):
     """Store the valid ones of a warp's entries in order from column `count` on. One warp has the row.
 
@@ -106,18 +111,13 @@ def store_by_warp(
 
     Returns the new (count, filled).
     """
-    if all_valid(entries) & (count == first):
-        store_as_they_stand(entries, gRow, first, lane, "every", streaming)
-        count = count + cute.size(entries) * WARP
+    own, in_order = count_valid(entries)
+    if in_order & (count == first):
+        store_as_they_stand(entries, gRow, first, lane, "vectors", streaming)
+        filled = cutlass.min(first + cute.size(entries) * WARP, Int32(cute.size(gRow)))
     else:
-        own, in_order = count_valid(entries)
-        if in_order & (count == first):
-            store_as_they_stand(entries, gRow, first, lane, "vectors", streaming)
-            filled = cutlass.min(first + cute.size(entries) * WARP, Int32(cute.size(gRow)))
-        else:
-            store_ranked(entries, gRow, count, lane)
-        count = count + own
-    return count, filled
+        store_ranked(entries, gRow, count, lane)
+    return count + own, filled
 
 
 @cute.jit
@@ -141,23 +141,100 @@ def store_by_warps(
     each = cute.size(entries) * WARP
     own, in_order = count_valid(entries)
     if lane == 0:
-        sWords[share] = own | Int32(cutlass.select_(in_order, Int32(0), Int32(RAGGED)))
+        last = Int32(cutlass.select_(own > 0, share * each + own, Int32(0)))
+        sWords[share] = own | (Int32(cutlass.select_(in_order, last, Int32(RAGGED))) << HALF)
     cute.arch.barrier(barrier_id=1, number_of_threads=warps * WARP)
     words = cute.make_rmem_tensor(cute.make_layout(warps), Int32)
     cute.autovec_copy(sWords, words)
-    begin, end = count, count
-    in_order = count == first
-    for other in cutlass.range_constexpr(warps):
-        theirs = words[other] & (RAGGED - 1)
-        in_order = in_order & (words[other] < RAGGED) & ((theirs == 0) | (end == first + other * each))
-        begin = begin + Int32(cutlass.select_(share > other, theirs, Int32(0)))
-        end = end + theirs
-    if in_order:
+    total, last = words[0], Uint32(words[0])
+    for other in cutlass.range_constexpr(1, warps):
+        total = total + words[other]
+        last = cutlass.max(last, Uint32(words[other]))
+    total = total & RAGGED
+    if (count == first) & (Int32(last >> HALF) == total):
         store_as_they_stand(entries, gRow, first + share * each, lane, reach, False)
         filled = cutlass.min(first + warps * each, Int32(cute.size(gRow)))
     else:
+        begin = count
+        for other in cutlass.range_constexpr(warps - 1):
+            begin = begin + Int32(cutlass.select_(share > other, words[other] & RAGGED, Int32(0)))
         store_ranked(entries, gRow, begin, lane)
-    return end, filled
+    return count + total, filled
+
+
+@cute.jit
+def pack_by_warps(
+    entries: cute.Tensor,
+    gRow: cute.Tensor,
+    count: Int32,
+    carried: Int32,
+    share: Int32,
+    warps: cutlass.Constexpr,
+    sWords: cute.Tensor,
+    sEntries: cute.Tensor,
+    lane: Int32,
+):
+    """Store the valid ones of a block's entries in order from column `count` on, as whole vectors by way of shared memory.
+
+    entries    registers (vector, chunks): consecutive entries of this lane, chunk by chunk of the warp, warp by warp; at most 16
+    gRow       the table row, its start aligned to a whole vector
+    count      valid entries that came before
+    carried    one of the last count % vector of them, which filled no whole vector: number `thread` of them in that thread
+    sWords     shared memory, a word for each warp
+    sEntries   shared memory for the block's entries and a vector more
+
+    Returns the new (count, carried).
+    """
+    vector, chunks = entries.shape
+    bits = vector.bit_length() - 1
+    thread = share * WARP + lane
+    field = 32 // chunks  # a chunk's number of valid entries takes so many bits
+    low = (1 << field) - 1
+    counts = Int32(0)  # of all chunks, each in a part of the word
+    for chunk in cutlass.range_constexpr(chunks):
+        valid = Int32(vector)
+        for i in cutlass.range_constexpr(vector):
+            valid = valid + (entries[i, chunk] >> 31)
+        counts = counts + (valid << (field * chunk))
+    upto = counts
+    for bit in cutlass.range_constexpr(WARP.bit_length() - 1):
+        below = cute.arch.shuffle_sync_up(upto, 1 << bit)
+        upto = upto + Int32(cutlass.select_(lane >= 1 << bit, below, Int32(0)))
+    of_warp = cute.arch.shuffle_sync(upto, WARP - 1)
+    before = upto - counts
+    of_chunks = [Int32(Uint32(of_warp) >> (field * chunk)) & low for chunk in range(chunks)]
+    if lane == 0:
+        sWords[share] = sum(of_chunks, Int32(0))
+    cute.arch.sync_threads()  # nobody reads older entries any more, either
+    lead = count & (vector - 1)
+    if thread < lead:
+        sEntries[thread] = carried
+    words = cute.make_rmem_tensor(cute.make_layout(warps), Int32)
+    cute.autovec_copy(sWords, words)
+    begin, total = lead, Int32(0)
+    for other in cutlass.range_constexpr(warps):
+        begin = begin + Int32(cutlass.select_(share > other, words[other], Int32(0)))
+        total = total + words[other]
+    base = Int32(sEntries.iterator.toint())
+    for chunk in cutlass.range_constexpr(chunks):
+        place = base + 4 * (begin + (Int32(Uint32(before) >> (field * chunk)) & low))  # in bytes
+        for i in cutlass.range_constexpr(vector):
+            if entries[i, chunk] >= 0:
+                at_shared(place)[0] = entries[i, chunk]
+                place = place + 4
+        begin = begin + of_chunks[chunk]
+    cute.arch.sync_threads()
+    whole = (lead + total) >> bits
+    sVectors, gVectors = cute.zipped_divide(sEntries, (vector,)), cute.zipped_divide(gRow, (vector,))
+    packed = cute.make_rmem_tensor(cute.make_layout(vector), Int32)
+    for chunk in cutlass.range_constexpr(chunks):
+        index = thread + chunk * warps * WARP
+        if index < whole:
+            cute.autovec_copy(sVectors[None, index], packed)
+            store_vector(base_address(gVectors[None, (count >> bits) + index]), packed)
+    if thread < (lead + total) & (vector - 1):
+        carried = sEntries[(whole << bits) + thread]
+    return count + total, carried
 
 
 @cute.jit

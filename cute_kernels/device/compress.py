@@ -8,7 +8,8 @@ roles that meet in shared memory only, so that no role waits for another one's l
 
 - one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
 - pooling warps wait for the ring's stages, pool, normalise, rotate and store (`consume`);
-- saving warps copy the rows that are to be saved into the state pool (`save`).
+- saving warps copy the rows that are to be saved into the state pool (`save`); where a plan says so, only those that are not saved by
+  the threads that pool them.
 """
 
 import operator
@@ -28,6 +29,7 @@ from cute_kernels.save_policy import overlap
 
 COLUMNS = 4  # fp32 numbers that a thread pools: 16 bytes of shared memory
 COLUMN_THREADS = HEAD_DIM // COLUMNS
+LONG = 48  # rows of a block that make a step a long one
 STEP_ROW, EXCLUDED = 1, 2  # flags in the free low bits of a window row's address
 
 
@@ -68,6 +70,8 @@ class Plan:
     unit           consecutive rows that are dealt together
     deal           teams over which neighbouring units are dealt, and the most there are, where the splitter does not say
     resident       blocks that should fit on an SM at once: bounds the registers
+    short          rows of a short block; 0: there are none
+    on_the_way     rows are saved by the threads that pool them; saving warps take those that the step's windows do not pool whole
     """
 
     ratio: int
@@ -81,6 +85,8 @@ class Plan:
     unit: int
     deal: int
     resident: int
+    short: int
+    on_the_way: bool
 
     @property
     def width(self) -> int:
@@ -102,16 +108,23 @@ class Plan:
 
     @property
     def ring(self) -> WindowRing:
-        return WindowRing(self.groups * self.batch, self.slots, self.pooling, whole=self.ratio != 4)
+        return WindowRing(self.groups * self.batch, self.slots, self.pooling, whole=self.ratio != 4, goals=self.on_the_way)
 
     def half(self, row):
         """First column that a window row contributes. Ratio 4: the older group its first 512 columns, the closing group its second."""
         return row // 4 * HEAD_DIM if self.ratio == 4 else 0
 
+    def evenly(self, row_count: Int32) -> Int32:
+        """Leading rows of a step that are dealt evenly (host). Of a long step a 16th is left to short blocks, with consecutive rows, which
+        start where others have ended: SMs do not get equal shares of the memory's bandwidth."""
+        if not self.short:
+            return row_count
+        return row_count - cutlass.min(row_count // (LONG * self.deal), 1) * (row_count // (16 * self.short) * self.short)
+
     def rows_of(self, row_count: Int32, deal: Int32) -> Int32:
-        """Rows that a team takes (host): the same for all, so that `deal` teams are enough; a multiple of `unit`."""
+        """Rows that a team takes (host), a multiple of `unit`: the same for all; `deal` teams take those dealt evenly."""
         stretch = deal * self.unit
-        return cutlass.max((row_count + (stretch - 1)) // stretch, 1) * self.unit
+        return cutlass.max((self.evenly(row_count) + (stretch - 1)) // stretch, 1) * self.unit
 
     def row_of(self, team: Int32, i: Int32, deal: Int32, remainder=operator.mod) -> Int32:
         """The row that a team takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
@@ -121,25 +134,44 @@ class Plan:
 
     def teams(self, row_count: Int32, deal: Int32) -> Int32:
         """Teams for a step of `row_count` rows (host)."""
-        return cutlass.min((row_count + self.unit - 1) // self.unit, deal)
+        evenly = self.evenly(row_count)
+        teams = cutlass.min((evenly + self.unit - 1) // self.unit, deal)
+        return teams + (row_count - evenly) // self.short if self.short else teams
 
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
     """Tuning of blocks that pool whole windows, the same for both families: at most 99 KB of shared memory a block, and no clusters.
 
     Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: each group of threads pools its rows of a stage.
-    Where every row is saved, blocks take fewer rows, or have more warps that save.
+    Where every row is saved, a row of ratio 4 is read once and saved from the ring; at ratio 128 more warps save.
     """
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
     if spec.ratio == 4:
         return Plan(
-            ratio=4, vector=vector, groups=1, batch=8, looks=1, slots=3, savers=4, save_rows=2,
-            unit=1, deal=528 if every_row else 264, resident=2,
+            ratio=4, vector=vector, groups=1, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 2, save_rows=1,
+            unit=1, deal=264, resident=2, short=8, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
         ratio=128, vector=vector, groups=2, batch=4, looks=4, slots=2, savers=8 if every_row else 4, save_rows=2,
-        unit=4, deal=128, resident=1,
+        unit=4, deal=128, resident=1, short=0, on_the_way=False,
     )  # fmt: skip
+
+
+class Dealt(NamedTuple):
+    """Which rows a team takes.
+
+    team   its number; a short block has a higher one than those that take equally many rows
+    rows   how many
+    first  the first of a short block's consecutive rows; -1: rows are dealt evenly
+    end    rows that are dealt evenly, or of the step
+    deal   teams over which they are dealt
+    """
+
+    team: Int32
+    rows: Int32
+    first: Any
+    end: Any
+    deal: Any
 
 
 class Shared(NamedTuple):
@@ -166,7 +198,8 @@ class CompressKernel:
         arguments = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
         row_count = memory.extent(arguments.state_slots)
         blocks, deal = self.splitter.choose(row_count, plan.deal)
-        self.kernel(arguments, plan.rows_of(row_count, deal), Int32(deal), Divisor.of(Int32(arguments.state.shape[1]))).launch(
+        rows, evenly = plan.rows_of(row_count, deal), Int32(plan.evenly(row_count))
+        self.kernel(arguments, rows, evenly, Int32(deal), Divisor.of(Int32(arguments.state.shape[1]))).launch(
             grid=[plan.teams(row_count, deal) * blocks, 1, 1],
             block=[plan.threads, 1, 1],
             min_blocks_per_mp=plan.resident,
@@ -177,25 +210,25 @@ class CompressKernel:
         )
 
     @cute.kernel
-    def kernel(self, mA: Arguments, rows: Int32, deal: Int32, by_state_rows: Divisor):
+    def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, by_state_rows: Divisor):
+        """Each role waits for the grid in front by itself: what it reads from its parameters before, it need not fetch after."""
         plan = self.plan
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         shared, share = self.allocate(), self.splitter.share()
-        if cutlass.const_expr(isinstance(share.shift, int)):
-            deal = Int32(plan.deal)
-        team = Int32(block) >> share.shift
         plan.ring.prepare(shared.ring, tid)
         self.splitter.prepare(shared.merging, tid)
+        dealt = self.dealt(mA, Int32(block) >> share.shift, rows, evenly, deal)
         cute.arch.sync_threads()
-        pdl.begin(self.pdl, mA.independent)
         if tid < plan.pooling:
             self.consume(mA, shared, share, tid)
         elif tid < plan.pooling + 32:
-            self.produce(mA, shared, share, by_state_rows, team, deal, rows, tid % 32)
+            self.produce(mA, shared, share, by_state_rows, dealt, tid % 32)
         else:
             if cutlass.const_expr(mA.kv_score is not None):
-                self.save(mA, share, team, deal, rows, tid - (plan.pooling + 32))
+                self.save(mA, share, by_state_rows, dealt, tid - (plan.pooling + 32))
+            else:
+                pdl.begin(self.pdl, mA.independent)
         pdl.end(self.pdl, mA.independent)
 
     def allocate(self) -> Shared:
@@ -209,6 +242,21 @@ class CompressKernel:
             closing=array(Int32, 4, 32 * self.plan.looks),
             merging=self.splitter.allocate(array),
         )
+
+    def dealt(self, mA: Arguments, team: Int32, rows: Int32, evenly: Int32, deal: Int32) -> Dealt:
+        """The rows of a team."""
+        short, step = self.plan.short, memory.extent(mA.state_slots)
+        deal = self.splitter.fixed(deal, self.plan.deal)
+        if not short:
+            return Dealt(team, rows, -1, step, deal)
+        even = team < deal
+        first = cutlass.select_(even, Int32(-1), evenly + (team - deal) * short)
+        return Dealt(team, cutlass.select_(even, rows, Int32(short)), first, cutlass.select_(even, evenly, step), deal)
+
+    def row_of(self, dealt: Dealt, i: Int32) -> Int32:
+        """The row that a team takes as its i-th."""
+        t = self.plan.row_of(dealt.team, i, dealt.deal, self.splitter.remainder)
+        return cutlass.select_(dealt.first < 0, t, dealt.first + i) if self.plan.short else t
 
     def row_limit(self, mA: Arguments) -> Int32:
         """Rows that every per-row tensor has; those behind are padding."""
@@ -233,29 +281,20 @@ class CompressKernel:
         return closes & memory.in_range(kv_slot, Int64(mA.kv_cache.shape[0]) * Int64(mA.kv_cache.shape[1]))
 
     @cute.jit
-    def produce(
-        self,
-        mA: Arguments,
-        shared: Shared,
-        share: splitters.Share,
-        by_state_rows: Divisor,
-        team: Int32,
-        deal: Int32,
-        rows: Int32,
-        lane: Int32,
-    ):
+    def produce(self, mA: Arguments, shared: Shared, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
         plan, ring = self.plan, self.plan.ring
         own = plan.window >> share.shift  # rows of a window that this block pools
         span = cutlass.const_expr(min(32, plan.window))  # lanes of a window
         passes = cutlass.max(own // span, 1)  # rows of a lane
         together = cutlass.const_expr(32 // span)  # windows that are located together
         stages = cutlass.min(own, span) // ring.rows
-        limit = self.row_limit(mA)
-        rows = cutlass.select_(limit > 0, rows, Int32(0))
+        limit = cutlass.min(self.row_limit(mA), dealt.end)
+        rows = cutlass.select_(limit > 0, dealt.rows, Int32(0))
+        pdl.begin(self.pdl, mA.independent)
         n, turn = Int32(0), Int32(0)
         for start in cutlass.range(0, rows, 32 * plan.looks, unroll=1):
             count = Int32(0)
-            times = [plan.row_of(team, start + 32 * q + lane, deal, self.splitter.remainder) for q in range(plan.looks)]
+            times = [self.row_of(dealt, start + 32 * q + lane) for q in range(plan.looks)]
             facts = [self.look(mA, cutlass.min(t, limit - 1)) for t in times]  # all loads are under way before the first is waited for
             for q in cutlass.range_constexpr(plan.looks):
                 closes = (start + 32 * q + lane < rows) & (times[q] < limit) & self.closes(mA, facts[q])
@@ -276,7 +315,9 @@ class CompressKernel:
                     angles[q] = memory.at(angle_row + Int64(lane % span) * 4, Float32, ROPE_DIM, alignment=4)[q * span]
                 for p in cutlass.range(passes, unroll=1):
                     k = share.rank * own + p * span + lane % span
-                    address = self.locate(mA, by_state_rows, t_closing, closing, request_closing, cutlass.min(k, Int32(plan.window - 1)))
+                    address, goal = self.locate(
+                        mA, by_state_rows, t_closing, closing, request_closing, cutlass.min(k, Int32(plan.window - 1))
+                    )
                     values = (address & -4) + plan.half(lane % span) * 4
                     for w in cutlass.range_constexpr(together):
                         if first + w < count:
@@ -287,7 +328,7 @@ class CompressKernel:
                             for s in cutlass.range(stages, unroll=1):
                                 ring.wait_empty(shared.ring, n)
                                 row = cutlass.select_(memory.in_range(mine, span), mine - s * ring.rows, Int32(-1))
-                                ring.fetch(shared.ring, n, values, values + plan.width * 4, row, lane)
+                                ring.fetch(shared.ring, n, values, values + plan.width * 4, goal, row, lane)
                                 if (p == 0) & (s == 0) & memory.in_range(mine, span):
                                     for q in cutlass.range_constexpr(ROPE_DIM // span):
                                         shared.ring.rotation[q * span + mine, turn % ring.slots] = angles[q]
@@ -302,9 +343,18 @@ class CompressKernel:
         """Byte address of a state row."""
         return memory.base_address(mA.state) + block * memory.byte_stride(mA.state, 0) + offset * memory.byte_stride(mA.state, 1)
 
+    def state_rows(self, mA: Arguments) -> Int64:
+        """Rows of the state pool."""
+        return Int64(mA.state.shape[0]) * Int64(mA.state.shape[1])
+
+    def slot_address(self, mA: Arguments, by_state_rows: Divisor, slot: Int64) -> Int64:
+        """Byte address of the state row of a slot of the pool. 31 bits hold any slot of a state pool that fits a GPU's memory."""
+        block = by_state_rows.quotient(Int32(slot))
+        return self.state_address(mA, Int64(block), Int64(Int32(slot) - block * Int32(mA.state.shape[1])))
+
     @cute.jit
-    def locate(self, mA: Arguments, by_state_rows: Divisor, t: Int32, position: Int32, request: Int32, k: Int32) -> Int64:
-        """Address of row k of the window that closes on row t, with flags in the low bits.
+    def locate(self, mA: Arguments, by_state_rows: Divisor, t: Int32, position: Int32, request: Int32, k: Int32) -> tuple:
+        """Address of row k of the window that closes on row t, with flags in the low bits; and where it is saved on the way, or 0.
 
         A row of this step is taken from `kv_score`, an earlier one from the state pool. A row before position 0 gets the address of the
         row one group later, which lies in the window, and is marked as excluded. A column past the table counts as entry 0.
@@ -320,18 +370,21 @@ class CompressKernel:
         if table_column < mA.state_block_table.shape[1]:
             place = Int64(request) * memory.byte_stride(mA.state_block_table, 0) + Int64(table_column) * 4
             entry = memory.at(memory.base_address(mA.state_block_table) + place, Int32, 1)[0]
-        address = Int64(0)
+        address, goal = Int64(0), Int64(0)
         if cutlass.const_expr(mA.kv_score is not None):
-            source = t - back
+            source, slot = t - back, Int64(-1)
             if source >= 0:
-                owner, there = Int32(mA.token_to_req[source]), Int64(mA.positions[source])
-                from_step = (owner == request) & (there == Int64(p)) & (Int64(mA.state_slots[source]) >= 0)
+                owner, there, slot = Int32(mA.token_to_req[source]), Int64(mA.positions[source]), Int64(mA.state_slots[source])
+                from_step = (owner == request) & (there == Int64(p)) & (slot >= 0)
+            if cutlass.const_expr(plan.on_the_way):
+                if from_step & (slot < self.state_rows(mA)) & (not excluded):
+                    goal = self.slot_address(mA, by_state_rows, slot) + plan.half(k) * 4
             if from_step:
                 address = memory.base_address(mA.kv_score) + Int64(source) * memory.byte_stride(mA.kv_score, 0) + STEP_ROW
         if not from_step:
             page = cutlass.select_(memory.in_range(entry, memory.extent(mA.state)), entry, Int32(0))
             address = self.state_address(mA, Int64(page), Int64(p - table_column * Int32(mA.state.shape[1])))
-        return address + cutlass.select_(excluded, Int64(EXCLUDED), Int64(0))
+        return address + cutlass.select_(excluded, Int64(EXCLUDED), Int64(0)), goal
 
     # Pooling
 
@@ -344,6 +397,7 @@ class CompressKernel:
         column = tid % COLUMN_THREADS * COLUMNS
         owned = share.rank * (HEAD_DIM >> share.shift) + (tid & ((COLUMN_THREADS >> share.shift) - 1)) * COLUMNS
         first = share.rank * (plan.window >> share.shift) + group * plan.batch  # row
+        pdl.begin(self.pdl, mA.independent)
         early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
         weight = norm_rope.load_weight(mA.norm_weight, owned, COLUMNS) if early else None
         shape = cute.make_layout((COLUMNS, plan.batch))
@@ -370,6 +424,8 @@ class CompressKernel:
                     from_step = shared.ring.notes[2, n % ring.slots] >> (group * plan.batch)
                     excluded = shared.ring.notes[3, n % ring.slots] >> (group * plan.batch)
                     ring.read(shared.ring, n, group * plan.batch, column, values, logits)
+                    if cutlass.const_expr(plan.on_the_way):
+                        self.save_pooled(shared, n, group * plan.batch, column, bias, values, logits)
                     self.add_rows(from_step, excluded, bias, values, logits, partial, plan.window == ring.rows)
                     ring.release(shared.ring, n)
                     if cutlass.const_expr(plan.window > ring.rows and mA.kv_score is not None):
@@ -392,6 +448,20 @@ class CompressKernel:
                 rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, turn % self.plan.slots]
                 rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, turn % self.plan.slots]
         return rotation
+
+    @cute.jit
+    def save_pooled(
+        self, shared: Shared, n: Int32, first: Int32, column: Int32, bias: cute.Tensor, values: cute.Tensor, logits: cute.Tensor
+    ):
+        """Save this thread's columns of the rows first, first + 1, .. of stage n that have a goal: rows of this step all."""
+        for k in cutlass.range_constexpr(self.plan.batch):
+            goal = shared.ring.goals[first + k, n % self.plan.slots]
+            if goal != 0:
+                scores = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
+                for c in cutlass.range_constexpr(COLUMNS):
+                    scores[c] = logits[c, k] + bias[c, k]
+                memory.store_vector(goal + Int64(column) * 4, values[None, k])
+                memory.store_vector(goal + Int64(column + self.plan.width) * 4, scores)
 
     @cute.jit
     def load_bias(self, mA: Arguments, first: Int32, column: Int32, bias: cute.Tensor):
@@ -448,7 +518,7 @@ class CompressKernel:
     # Saving
 
     @cute.jit
-    def save(self, mA: Arguments, share: splitters.Share, team: Int32, deal: Int32, rows: Int32, tid: Int32):
+    def save(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
         """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition."""
         plan = self.plan
         lane, columns = tid % 32, plan.vector
@@ -458,21 +528,22 @@ class CompressKernel:
         ahead = cutlass.const_expr(2 * plan.save_rows * side_by_side)  # rows that are on their way to L2 before they are loaded
         limit = self.row_limit(mA)
         shape = cute.make_layout((columns, pieces, plan.save_rows))
+        pdl.begin(self.pdl, mA.independent)
         blocks = 1 << share.shift
-        for start in cutlass.range(0, (rows + (blocks - 1)) >> share.shift, 32, unroll=1):
+        for start in cutlass.range(0, (dealt.rows + (blocks - 1)) >> share.shift, 32, unroll=1):
             i = ((start + lane) << share.shift) + share.rank
-            t = plan.row_of(team, i, deal, self.splitter.remainder)
+            t = self.row_of(dealt, i)
             target, place = Int64(0), Int32(0)
-            if (i < rows) & (t < limit):
+            if (i < dealt.rows) & (t < cutlass.min(limit, dealt.end)):
                 slot, position, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
-                if self.is_real(mA, slot, position, request) & (slot < Int64(mA.state.shape[0]) * Int64(mA.state.shape[1])):
+                if self.is_real(mA, slot, position, request) & (slot < self.state_rows(mA)):
                     saved = Boolean(True)
+                    if cutlass.const_expr(plan.on_the_way):
+                        saved = not self.is_pooled(mA, t, position, request, limit)
                     if cutlass.const_expr(mA.seq_lens is not None):
                         saved = self.is_saved(mA, Int64(Int32(position)), Int64(mA.seq_lens[request]))
                     if saved:
-                        page_rows = Uint32(mA.state.shape[1])  # 32 bits hold any slot of a state pool that fits a GPU's memory
-                        page = Uint32(slot) // page_rows
-                        target = self.state_address(mA, Int64(page), Int64(Uint32(slot) - page * page_rows))
+                        target = self.slot_address(mA, by_state_rows, slot)
                         place = Int32(position) & (plan.ratio - 1)
             source = memory.base_address(mA.kv_score) + Int64(t) * memory.byte_stride(mA.kv_score, 0)
             mask = Int32(cute.arch.vote_ballot_sync(target != 0))
@@ -511,6 +582,19 @@ class CompressKernel:
                                 scores[c, q, k] = scores[c, q, k] + biases[c, q, k]
                             memory.store_vector(to[k] + Int64(column) * 4, values[None, q, k])
                             memory.store_vector(to[k] + Int64(column + plan.width) * 4, scores[None, q, k])
+
+    @cute.jit
+    def is_pooled(self, mA: Arguments, t: Int32, position: Int64, request: Int32, limit: Int32) -> Boolean:
+        """Whether windows of this step pool all columns of row t: its own and, with an overlap, the next one."""
+        pooled = Boolean(True)
+        last = t + (self.plan.ratio - 1 - (Int32(position) & (self.plan.ratio - 1)))
+        for ahead in cutlass.range_constexpr(0, overlap(self.plan.ratio) + 1, self.plan.ratio):
+            closing, found = last + ahead, Boolean(False)
+            if closing < limit:
+                fact = self.look(mA, closing)
+                found = (fact[2] == request) & (fact[1] == position + Int64(closing - t)) & self.closes(mA, fact)
+            pooled = pooled & found
+        return pooled
 
     def is_saved(self, mA: Arguments, position: Int64, seq: Int64) -> Boolean:
         """`save_policy.is_saved`, without overflow for any position an int32 holds."""

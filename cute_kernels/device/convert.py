@@ -1,7 +1,8 @@
 """Roundings to storage formats, on register fragments. The rules for NaN and infinity are those of `reference/quant.py`."""
 
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, cute
-from cutlass._mlir.dialects import arith, llvm
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import arith, llvm, vector
 
 from cute_kernels.kv_format import E4M3_MAX
 
@@ -36,6 +37,24 @@ def to_e4m3(values: cute.Tensor, factor: Float32) -> cute.Tensor:
     codes = like(values, Float8E4M3FN)
     codes.store(scaled.load().to(Float8E4M3FN))
     return codes
+
+
+def widen(values: cute.Tensor) -> cute.Tensor:
+    """bf16 -> fp32, exact, in one instruction a value; the conversion of `to_fp32` takes two for every second one."""
+    words = cute.recast_tensor(values, Int32)
+    wide = like(values, Float32)
+    for i in range(cute.size(words)):
+        wide[2 * i] = float_of(words[i] << 16)
+        wide[2 * i + 1] = float_of(words[i] & -65536)
+    return wide
+
+
+def fma_pair(a: tuple, b: tuple, c: tuple) -> tuple[Float32, Float32]:
+    """a * b + c of two fp32 values each, rounded once: one instruction where the GPU has packed fp32 arithmetic, else two."""
+    kind = ir.VectorType.get([2], Float32.mlir_type)
+    operands = [vector.from_elements(kind, [x.ir_value() for x in pair]) for pair in (a, b, c)]
+    result = llvm.intr_fma(*operands)  # the DSL's own fma takes vectors apart
+    return tuple(Float32(vector.extract(result, dynamic_position=[], static_position=[i])) for i in range(2))
 
 
 def product(a: Float32, b: Float32) -> Float32:

@@ -11,9 +11,9 @@ from cutlass import Int32, Int64, Uint32
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.compile.spec import ConvertIndicesSpec
-from cute_kernels.device.compaction import WARP, fill, store_as_they_stand, store_by_warps
+from cute_kernels.device.compaction import WARP, fill, pack_by_warps, store_as_they_stand
 from cute_kernels.device.memory import extent, in_range
-from cute_kernels.device.pdl import begin
+from cute_kernels.device.pdl import begin, fetch_parameters
 from cute_kernels.device.slots import INT32_MAX, Pool, load_ids, resolve_rows
 
 WARPS = 4  # of a block, all on one row
@@ -71,31 +71,35 @@ class ConvertIndices:
         row, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP)
         lane = thread % WARP
-        words = cute.arch.alloc_smem(Int32, 2 * WARPS, alignment=4 * WARPS)
-        sWords = cute.make_tensor(words, cute.make_layout((WARPS, 2)))
-
-        begin(self.pdl)
         share = BATCH * self.vector * WARP  # ids of a warp in a batch
+        if cutlass.const_expr(self.compact):
+            sWords = cute.make_tensor(cute.arch.alloc_smem(Int32, WARPS, alignment=4 * WARPS), cute.make_layout(WARPS))
+            room = WARPS * share + self.vector
+            sEntries = cute.make_tensor(cute.arch.alloc_smem(Int32, room, alignment=4 * self.vector), cute.make_layout(room))
+
+        fetch_parameters(self.pdl, thread, (mA, pool))
+        begin(self.pdl)
         gIds, gOut = mA.ids[row, None], mA.out[row, None]
         columns = Int32(mA.ids.shape[1])
         ids = cute.make_rmem_tensor(cute.make_layout((self.vector, BATCH)), Int32)
         entries = cute.make_rmem_tensor(ids.layout, Int32)
         load_ids(gIds, warp * share, columns, lane, ids)
         state = self.state_of(mA, row, pool)
-        count, filled, buffer = Int32(0), Int32(0), Int32(0)
+        count, carried = Int32(0), Int32(-1)
         for first in cutlass.range(0, columns, share * WARPS, unroll=1):
             self.resolve(mA, ids, state, pool, entries)
-            if cutlass.const_expr(self.compact):
-                count, filled = store_by_warps(entries, gOut, first, count, filled, warp, WARPS, sWords[None, buffer], lane, "anywhere")
-                buffer = 1 - buffer
-            else:
-                store_as_they_stand(entries, gOut, first + warp * share, lane, "anywhere", False)
             if first + share * WARPS < columns:
                 load_ids(gIds, first + share * WARPS + warp * share, columns, lane, ids)
+            if cutlass.const_expr(self.compact):
+                count, carried = pack_by_warps(entries, gOut, count, carried, warp, WARPS, sWords, sEntries, lane)
+            else:
+                store_as_they_stand(entries, gOut, first + warp * share, lane, "anywhere", False)
         if cutlass.const_expr(self.compact):
-            filled = cutlass.max(count, filled)
-            fill(gOut, filled, thread, WARPS * WARP, self.vector, False)
-            column = cutlass.max(filled, columns & -self.vector) + thread
+            lead = count & (self.vector - 1)
+            if thread < lead:
+                gOut[count - lead + thread] = carried
+            fill(gOut, count, thread, WARPS * WARP, self.vector, False)
+            column = cutlass.max(count, columns & -self.vector) + thread
             if column < columns:  # what fills no whole vector
                 gOut[column] = Int32(-1)
             if thread == 0:

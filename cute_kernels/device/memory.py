@@ -7,8 +7,8 @@ from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, CopyR2GOp
 
 STREAM = CacheEvictionPriority.NO_ALLOCATE  # read once: leave L1 to what is read again
 KEEP = CacheEvictionPriority.EVICT_NORMAL
-# L2 policies as createpolicy.fractional makes them for all accesses. Lines of the first go before any others.
-EVICT_FIRST, EVICT_NORMAL = 0x12F0000000000000, 0x1000000000000000
+# The L2 policy that createpolicy.fractional makes for all accesses: these lines go before any others.
+EVICT_FIRST = 0x12F0000000000000
 
 
 def base_address(tensor: cute.Tensor) -> Int64:
@@ -35,17 +35,16 @@ def load_vector(address: Int64, fragment: cute.Tensor, priority=KEEP) -> None:
     cute.copy(atom, at(address, dtype, count), fragment)
 
 
-def store_vector(address: Int64, fragment: cute.Tensor, streaming: bool = False, policy: Int64 | None = None) -> None:
+def store_vector(address: Int64, fragment: cute.Tensor, streaming: bool = False) -> None:
     """Write a register fragment to consecutive bytes in one access (two, where the architecture has no wide enough one).
 
     streaming   the lines leave the L2 first
-    policy      an L2 policy that is known at run time only
     """
     count = cute.size(fragment)
     dtype = fragment.element_type
     atom = cute.make_copy_atom(CopyR2GOp(), dtype, num_bits_per_copy=count * dtype.width)
-    chosen = Int64(EVICT_FIRST) if streaming else policy
-    cute.copy(atom, fragment, at(address, dtype, count), **({} if chosen is None else {"cache_policy": chosen}))
+    policy = {"cache_policy": Int64(EVICT_FIRST)} if streaming else {}
+    cute.copy(atom, fragment, at(address, dtype, count), **policy)
 
 
 def prefetch(address: Int64, count: int) -> None:

@@ -22,6 +22,17 @@ def square_sum(values: cute.Tensor) -> Float32:
     return total
 
 
+def square_sum_bf16(pieces: list[cute.Tensor]) -> Float32:
+    """Sum of squares of bf16 fragments, in order, the even and the odd values apart."""
+    total = (Float32(0.0), Float32(0.0))
+    for piece in pieces:
+        values = convert.widen(piece)
+        for i in range(0, cute.size(values), 2):
+            pair = values[i], values[i + 1]
+            total = convert.fma_pair(pair, pair, total)
+    return total[0] + total[1]
+
+
 def rms_factor(total: Float32, eps: Float32) -> Float32:
     """rsqrt(total / 512 + eps), `total` being the sum of squares over the whole row."""
     return cute.math.rsqrt(cute.math.fma(total, Float32(1.0 / HEAD_DIM), eps), fastmath=True)

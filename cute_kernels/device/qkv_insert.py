@@ -1,8 +1,9 @@
 """The insert kernel of both families: q heads normalised, rotated and padded, this step's KV rows rotated and stored in the window cache.
 
-One warp serves a row of 512 values: one access of 16 or 32 bytes per lane and piece. A token's rows are dealt out in units, one
-warp each: first its KV row, then its q heads, one each or a few together. What differs between formats is handed in as values:
-two row writers.
+A block serves four q heads, 4 KB, or has a warp for each of some KV rows. Heads come by bulk copies into shared memory, from where they
+are read twice: for the sum of squares, and to be scaled, rotated and stored. So what is under way from memory takes no registers, and
+8 or 16 lanes that share a head leave few instructions that serve one head only. KV rows come first in the grid: theirs is the longest
+way. What differs between formats is handed in as values: two row writers.
 """
 
 from dataclasses import dataclass
@@ -11,24 +12,20 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_tensor
+from cutlass.utils import SmemAllocator
 
 from cute_kernels.compile.spec import QkvInsertSpec
 from cute_kernels.device import convert, memory, norm_rope, pdl
 from cute_kernels.device.row_writers import CACHE_TYPES
 from cute_kernels.device.slots import Divisor
+from cute_kernels.device.window_ring import copy_bulk
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, NOPE_DIM, ROPE_DIM
 
 WARP = 32
-WARPS = 4  # of a block
-# By the columns of an access: heads whose loads a warp has in flight together, and blocks that should fit on an SM at once, which
-# bounds the registers to 56 and 96.
-BATCH = {8: 2, 16: 4}
-RESIDENT = {8: 9, 16: 5}
-# Up to how many heads of a step in all each warp takes one, so that a short step spreads over the GPU.
-FEW_HEADS = 4096
-# Beyond, up to how many heads q leaves the L2 first. In steps near the L2's size that keeps room for what comes after; larger
-# ones lose by it (docs/results/2026-11-29-h200-bench/variants.txt).
-NEAR_L2_HEADS = 65536
+HEADS = 4  # of a block. A copy by blocks of 4 KB is the fastest on an H200; by 2 or 8 KB it takes 25% and 3% more.
+# By the columns of an access: lanes that share a head, and blocks that should fit on an SM at once, which bounds the registers.
+LANES = {8: 16, 16: 8}
+RESIDENT = {8: 20, 16: 32}
 
 
 class Arguments(NamedTuple):
@@ -47,6 +44,59 @@ class Arguments(NamedTuple):
     independent: Any = None
 
 
+class Stage(NamedTuple):
+    """Shared memory of a warp: its heads as they arrive, and the barrier that counts their bytes."""
+
+    heads: cute.Tensor  # [512, heads] bf16
+    full: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """How `lanes` lanes share a row: pieces of `columns` values, lane beside lane, piece after piece."""
+
+    lanes: int
+    columns: int
+
+    @property
+    def pieces(self) -> int:
+        """Accesses of a lane to a row; the rotated columns lie in the last."""
+        return HEAD_DIM // self.lanes // self.columns
+
+    def column(self, p: int, lane: Int32) -> Int32:
+        """First column of a lane's piece `p`."""
+        return p * (self.lanes * self.columns) + lane * self.columns
+
+    def rotated(self, lane: Int32):
+        """Whether a lane's last piece is rotated."""
+        return self.lanes * self.columns == ROPE_DIM or self.column(self.pieces - 1, lane) >= NOPE_DIM
+
+    def load(self, row: Int64, lane: Int32) -> cute.Tensor:
+        """Issue a lane's loads of the row of bf16 values at an address: [columns, pieces]. Each is read once."""
+        loaded = cute.make_rmem_tensor(cute.make_layout((self.columns, self.pieces)), BFloat16)
+        for p in range(self.pieces):
+            memory.load_vector(row + Int64(self.column(p, lane)) * 2, loaded[None, p], memory.STREAM)
+        return loaded
+
+    def read(self, row: cute.Tensor, p: int, lane: Int32) -> cute.Tensor:
+        """A lane's piece `p` of a row of bf16 values in shared memory."""
+        piece = cute.make_rmem_tensor(cute.make_layout(self.columns), BFloat16)
+        address = row.iterator.toint() + self.column(p, lane) * 2
+        place = cute.make_ptr(BFloat16, address, cute.AddressSpace.smem, assumed_align=self.columns * 2)
+        cute.autovec_copy(cute.make_tensor(place, piece.layout), piece)
+        return piece
+
+    def load_rotation(self, cos_sin: cute.Tensor, position: Int64, lane: Int32) -> cute.Tensor:
+        """Cosines and sines of a lane's last piece at a position inside the table; of some pairs where nothing is rotated."""
+        rotation = cute.make_rmem_tensor(cute.make_layout((self.columns // 2, 2)), Float32)
+        first = cutlass.max(self.column(self.pieces - 1, lane), NOPE_DIM) - NOPE_DIM
+        row = memory.base_address(cos_sin) + position * memory.byte_stride(cos_sin, 0) + Int64(first) * 2
+        memory.load_vector(row, rotation[None, 0])
+        memory.load_vector(row + ROPE_DIM * 2, rotation[None, 1])
+        in_order()
+        return rotation
+
+
 @dataclass(frozen=True)
 class InsertKernel:
     """columns    bf16 values of one access: 8 or 16
@@ -61,178 +111,148 @@ class InsertKernel:
     pdl: bool
 
     @property
-    def pieces(self) -> int:
-        """Accesses of a lane to a row; the rotated columns lie in the last."""
-        return HEAD_DIM // WARP // self.columns
+    def lanes(self) -> int:
+        """Lanes that share a head."""
+        return LANES[self.columns]
 
     @property
-    def batch(self) -> int:
-        return BATCH[self.columns]
+    def warps(self) -> int:
+        """Warps of a block."""
+        return HEADS * self.lanes // WARP
 
     @cute.jit
     def __call__(self, *args):
         arguments = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
-        tokens, heads = memory.extent(arguments.q), Int32(arguments.out.shape[1])
-        many = Int32(tokens * heads > FEW_HEADS)
-        share = many * (self.batch - 1) + 1
-        units = (heads + share - 1) // share + 1
-        policy = Int64(memory.EVICT_NORMAL)
-        if tokens * heads <= NEAR_L2_HEADS:
-            policy = Int64(memory.EVICT_FIRST)
-        self.kernel(arguments, share, units, Divisor.of(units), policy).launch(
-            grid=[(tokens * units + WARPS - 1) // WARPS, 1, 1],
-            block=[WARPS * WARP, 1, 1],
+        tokens, padded = memory.extent(arguments.q), Int32(arguments.out.shape[1])
+        heads = tokens * padded
+        self.kernel(arguments, heads, Divisor.of(cutlass.max(padded, 1))).launch(
+            grid=[(tokens + self.warps - 1) // self.warps + (heads + HEADS - 1) // HEADS, 1, 1],
+            block=[self.warps * WARP, 1, 1],
             min_blocks_per_mp=RESIDENT[self.columns],
-            preferred_smem_carveout=-1,  # the driver's default; without a value the DSL would ask a device
+            preferred_smem_carveout=100,  # percent: room for the heads of as many blocks as there are places for
             stream=args[-1],
             use_pdl=self.pdl,
         )
 
     @cute.kernel
-    def kernel(self, mA: Arguments, share: Int32, units: Int32, by_units: Divisor, policy: Int64):
-        """share: heads of a unit. units: of a token, the KV row's included. policy: the L2's for heads of units with several."""
+    def kernel(self, mA: Arguments, heads: Int32, by_padded: Divisor):
+        """heads: of all tokens, padded ones included."""
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        unit = Int32(block) * WARPS + cute.arch.make_warp_uniform(tid // WARP)
-        token = by_units.quotient(unit)
-        part = unit - token * units
-        lane = tid % WARP
+        warp, lane = cute.arch.make_warp_uniform(tid // WARP), tid % WARP
+        smem = SmemAllocator()
+        heads_of_warp = cutlass.const_expr(WARP // self.lanes)
+        arriving = smem.allocate_tensor(BFloat16, cute.make_layout((HEAD_DIM, heads_of_warp, self.warps)), byte_alignment=128)
+        full = smem.allocate_tensor(Int64, cute.make_layout(self.warps), byte_alignment=8)
         pdl.begin(self.pdl, mA.independent)
-        if token < memory.extent(mA.q):
-            if part == 0:
-                self.insert_kv(mA, token, lane)
-            else:
-                self.insert_q(mA, token, (part - 1) * share, share, policy, lane)
+        tokens = memory.extent(mA.q)
+        first = block - (tokens + self.warps - 1) // self.warps  # of the blocks with heads
+        if first < 0:
+            token = block * self.warps + warp
+            if token < tokens:
+                self.insert_kv(mA, token, Lanes(WARP, self.columns), lane)
+        else:
+            index = first * HEADS + tid // self.lanes
+            stage = Stage(arriving[None, None, warp], full.iterator + warp)
+            self.insert_q(mA, index, heads, by_padded, stage, Lanes(self.lanes, self.columns), lane)
         pdl.end(self.pdl, mA.independent)
 
     @cute.jit
-    def insert_q(self, mA: Arguments, token: Int32, first: Int32, share: Int32, policy: Int64, lane: Int32):
-        """Heads first .. first + share - 1 of a token, as far as there are so many, padded ones included."""
-        heads, padded = Int32(mA.q.shape[1]), Int32(mA.out.shape[1])
-        if (share == self.batch) & (first + self.batch <= heads):
-            self.heads(mA, token, first, lane, self.batch, policy)
-        else:
-            for head in cutlass.range(first, cutlass.min(first + share, padded), unroll=1):
-                if head < heads:
-                    self.heads(mA, token, head, lane, 1, None)
-                else:
-                    self.store_zeros(mA, self.head_address(mA.out, token, head), lane, 1)
+    def insert_q(self, mA: Arguments, index: Int32, heads: Int32, by_padded: Divisor, stage: Stage, part: Lanes, lane: Int32):
+        """A lane's part of head `index` of all: zero where it pads the token's, or where the token's position has no rotation."""
+        padded, available = Int32(mA.out.shape[1]), Int32(mA.q.shape[1])
+        token = by_padded.quotient(cutlass.min(index, heads - 1))
+        head = index - token * padded
+        target = head_address(mA.out, token, head)
+        part_lane = lane % part.lanes
+        rotated = cutlass.Boolean(False)
+        if cute.arch.vote_any_sync(head < available):
+            fetch(head_address(mA.q, token, cutlass.min(head, available - 1)), stage, part.lanes)
+            position = Int64(mA.positions[token])
+            inside = memory.in_range(position, memory.extent(mA.cos_sin))
+            rotation = part.load_rotation(mA.cos_sin, cutlass.select_(inside, position, Int64(0)), part_lane)
+            rotated = inside & (head < available)
+            cute.arch.mbarrier_wait(stage.full, 0)
+            row = stage.heads[None, lane // part.lanes]
+            factor = None
+            if cutlass.const_expr(mA.eps is not None):
+                total = norm_rope.square_sum_bf16([part.read(row, p, part_lane) for p in range(part.pieces)])
+                factor = norm_rope.rms_factor(cute.arch.warp_reduction_sum(total, threads_in_group=part.lanes), mA.eps)
+                if cutlass.const_expr(mA.inverse_q_scale is not None):
+                    factor = factor * mA.inverse_q_scale  # of a normalised head nothing overflows: scaled along with it
+                in_order()  # the values are read once more, or they would not fit the registers
+            if rotated:
+                for p in cutlass.range_constexpr(part.pieces):
+                    values = convert.widen(part.read(row, p, part_lane))
+                    if cutlass.const_expr(factor is not None):
+                        scale(values, factor)
+                    if cutlass.const_expr(p == part.pieces - 1):
+                        rotate_fused(values, part.rotated(part_lane), rotation)
+                    if cutlass.const_expr(factor is None and mA.inverse_q_scale is not None):
+                        scale(values, mA.inverse_q_scale)
+                    self.q_writer(mA).store(target, part.column(p, part_lane), values)
+        if (index < heads) & (not rotated):
+            zeros = cute.make_rmem_tensor(cute.make_layout(self.columns), Float32)
+            zeros.fill(0.0)
+            for p in cutlass.range_constexpr(part.pieces):
+                self.q_writer(mA).store(target, part.column(p, part_lane), zeros)
 
     @cute.jit
-    def heads(self, mA: Arguments, token: Int32, first: Int32, lane: Int32, count: cutlass.Constexpr, policy: Int64 | None):
-        """`count` heads; zero where the token's position has no rotation. All loads are issued before the first use."""
-        loaded = cute.make_rmem_tensor(cute.make_layout((HEAD_DIM // WARP, count)), BFloat16)
-        for b in cutlass.range_constexpr(count):
-            self.load_row(self.head_address(mA.q, token, first) + b * memory.byte_stride(mA.q, 1), lane, loaded[None, b])
-        in_order()
-        position = Int64(mA.positions[token])
-        target = self.head_address(mA.out, token, first)
-        rotated = memory.in_range(position, memory.extent(mA.cos_sin))
-        rotation = self.load_rotation(mA, cutlass.select_(rotated, position, Int64(0)), lane)
-        if rotated:
-            for b in cutlass.range_constexpr(count):
-                values = widen(loaded[None, b])
-                if cutlass.const_expr(mA.eps is not None):
-                    total = cute.arch.warp_reduction_sum(norm_rope.square_sum(values))
-                    factor = norm_rope.rms_factor(total, mA.eps)
-                    if cutlass.const_expr(mA.inverse_q_scale is not None):
-                        factor = factor * mA.inverse_q_scale  # of a normalised head nothing overflows: scaled along with it
-                    scale(values, factor)
-                self.rotate_fused(values, rotation, lane)
-                if cutlass.const_expr(mA.eps is None and mA.inverse_q_scale is not None):
-                    scale(values, mA.inverse_q_scale)
-                self.store_head(mA, target + b * memory.byte_stride(mA.out, 1), lane, values, policy)
-                in_order()  # heads one after the other, or their values would not fit the registers
-        else:
-            self.store_zeros(mA, target, lane, count)
-
-    def head_address(self, heads: cute.Tensor, token: Int32, head: Int32) -> Int64:
-        """Byte address of a head of a token in q or out."""
-        row = memory.base_address(heads) + Int64(token) * memory.byte_stride(heads, 0)
-        return row + Int64(head) * memory.byte_stride(heads, 1)
-
-    @cute.jit
-    def store_head(self, mA: Arguments, row: Int64, lane: Int32, values: cute.Tensor, policy: Int64 | None):
-        """Write one head."""
-        for p in cutlass.range_constexpr(self.pieces):
-            self.q_writer(mA).store(row, self.column(p, lane), self.piece(values, p), policy)
-
-    @cute.jit
-    def store_zeros(self, mA: Arguments, row: Int64, lane: Int32, count: cutlass.Constexpr):
-        """Write `count` heads as zeros."""
-        values = cute.make_rmem_tensor(cute.make_layout(HEAD_DIM // WARP), Float32)
-        values.fill(0.0)
-        for b in cutlass.range_constexpr(count):
-            self.store_head(mA, row + b * memory.byte_stride(mA.out, 1), lane, values, None)
-
-    @cute.jit
-    def insert_kv(self, mA: Arguments, token: Int32, lane: Int32):
+    def insert_kv(self, mA: Arguments, token: Int32, part: Lanes, lane: Int32):
         """The KV row of a token; nothing where it has no slot in the pool, or its position no rotation."""
-        loaded = cute.make_rmem_tensor(cute.make_layout(HEAD_DIM // WARP), BFloat16)
-        self.load_row(memory.base_address(mA.kv) + Int64(token) * memory.byte_stride(mA.kv, 0), lane, loaded)
+        loaded = part.load(memory.base_address(mA.kv) + Int64(token) * memory.byte_stride(mA.kv, 0), lane)
         in_order()
         position, slot = Int64(mA.positions[token]), Int64(-1)
         if token < memory.extent(mA.slots):
             slot = Int64(mA.slots[token])
         capacity = Int64(mA.kv_cache.shape[0]) * Int64(mA.kv_cache.shape[1])
         rotated = memory.in_range(position, memory.extent(mA.cos_sin))
-        rotation = self.load_rotation(mA, cutlass.select_(rotated, position, Int64(0)), lane)
+        rotation = part.load_rotation(mA.cos_sin, cutlass.select_(rotated, position, Int64(0)), lane)
         if rotated & memory.in_range(slot, capacity):
-            values = widen(loaded)
-            rotated_piece = self.column(self.pieces - 1, lane) >= NOPE_DIM
-            norm_rope.rotate(self.piece(values, self.pieces - 1), rotated_piece, rotation)
-            for p in cutlass.range_constexpr(self.pieces):
-                self.kv_writer(mA).write(mA.kv_cache, Uint32(slot), self.column(p, lane), self.piece(values, p), lane)
-
-    def column(self, p: int, lane: Int32) -> Int32:
-        """First column of a lane's piece `p`: lanes lie side by side."""
-        return p * (WARP * self.columns) + lane * self.columns
-
-    def piece(self, row: cute.Tensor, p: int) -> cute.Tensor:
-        """Piece `p` of a lane's 16 values of a row."""
-        return cute.make_tensor(row.iterator, cute.make_layout((self.columns, self.pieces)))[None, p]
-
-    def load_row(self, row: Int64, lane: Int32, loaded: cute.Tensor) -> None:
-        """Issue the loads of this lane's values of the row at an address. Each is read once."""
-        for p in range(self.pieces):
-            memory.load_vector(row + Int64(self.column(p, lane)) * 2, self.piece(loaded, p), memory.STREAM)
-
-    def load_rotation(self, mA: Arguments, position: Int64, lane: Int32) -> cute.Tensor:
-        """Cosines and sines of the last piece's pairs at a position inside the table; of some pairs where nothing is rotated."""
-        rotation = cute.make_rmem_tensor(cute.make_layout((self.columns // 2, 2)), Float32)
-        first = cutlass.max(self.column(self.pieces - 1, lane), NOPE_DIM) - NOPE_DIM
-        row = memory.base_address(mA.cos_sin) + position * memory.byte_stride(mA.cos_sin, 0) + Int64(first) * 2
-        memory.load_vector(row, rotation[None, 0])
-        memory.load_vector(row + ROPE_DIM * 2, rotation[None, 1])
-        in_order()
-        return rotation
-
-    @cute.jit
-    def rotate_fused(self, values: cute.Tensor, rotation: cute.Tensor, lane: Int32):
-        """`norm_rope.rotate` of the columns from 448 on with one rounding less: q is judged by its error, not by its bits."""
-        pairs = cutlass.const_expr(self.columns // 2)
-        if self.column(self.pieces - 1, lane) >= NOPE_DIM:
-            last = self.piece(values, self.pieces - 1)
-            for j in cutlass.range_constexpr(pairs):
-                a, b, c, s = last[2 * j], last[2 * j + 1], rotation[j], rotation[pairs + j]
-                last[2 * j] = cute.math.fma(a, c, -(b * s))
-                last[2 * j + 1] = cute.math.fma(a, s, b * c)
+            for p in cutlass.range_constexpr(part.pieces):
+                values = convert.widen(loaded[None, p])
+                if cutlass.const_expr(p == part.pieces - 1):
+                    norm_rope.rotate(values, part.rotated(lane), rotation)
+                self.kv_writer(mA).write(mA.kv_cache, Uint32(slot), part.column(p, lane), values, lane)
 
 
-def widen(values: cute.Tensor) -> cute.Tensor:
-    """bf16 -> fp32, exact, in one instruction a value; the conversion takes two for every second one."""
-    pairs = cute.recast_tensor(values, Int32)
-    wide = convert.like(values, Float32)
-    for i in range(cute.size(pairs)):
-        wide[2 * i] = convert.float_of(pairs[i] << 16)
-        wide[2 * i + 1] = convert.float_of(pairs[i] & -65536)
-    return wide
+def head_address(heads: cute.Tensor, token: Int32, head: Int32) -> Int64:
+    """Byte address of a head of a token in q or out."""
+    row = memory.base_address(heads) + Int64(token) * memory.byte_stride(heads, 0)
+    return row + Int64(head) * memory.byte_stride(heads, 1)
+
+
+@cute.jit
+def fetch(address: Int64, stage: Stage, lanes: cutlass.Constexpr):
+    """Have the warp's heads copied into its stage; each of a head's `lanes` lanes knows its address. The whole warp calls.
+
+    One thread issues all copies: the machine takes their addresses from uniform registers, and goes through lanes one by one.
+    """
+    count = cutlass.const_expr(WARP // lanes)
+    addresses = [cute.arch.shuffle_sync(address, k * lanes) for k in range(count)]
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_init(stage.full, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.mbarrier_arrive_and_expect_tx(stage.full, count * HEAD_DIM * 2)
+        for k in cutlass.range_constexpr(count):
+            copy_bulk(addresses[k], stage.heads.iterator + k * HEAD_DIM, HEAD_DIM * 2 // 4, stage.full)
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def rotate_fused(values: cute.Tensor, rotated: cutlass.Boolean, rotation: cute.Tensor):
+    """`norm_rope.rotate` with one rounding less: q is judged by its error, not by its bits."""
+    if rotated:
+        pairs = cutlass.const_expr(cute.size(values) // 2)
+        for j in cutlass.range_constexpr(pairs):
+            a, b, c, s = values[2 * j], values[2 * j + 1], rotation[j], rotation[pairs + j]
+            values[2 * j] = cute.math.fma(a, c, -(b * s))
+            values[2 * j + 1] = cute.math.fma(a, s, b * c)
 
 
 def scale(values: cute.Tensor, factor: Float32) -> None:
-    """Multiply a fragment by a factor."""
-    for i in range(cute.size(values)):
-        values[i] = values[i] * factor
+    """Multiply a fragment by a factor, in pairs where the GPU has packed fp32 arithmetic."""
+    values.store(values.load() * factor)
 
 
 def in_order() -> None:

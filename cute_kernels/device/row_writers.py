@@ -1,7 +1,7 @@
 """One row of 512 values into memory, by format. A thread owns a few consecutive columns; each writer is a value handed to the kernel.
 
 `write(cache, slot, column, values, lane)` stores into a cache: `slot` lies in the pool, `values` are fp32, threads of 64 consecutive
-columns are consecutive lanes of one warp, and all of them call. Writers of full rows also `store(row, column, values, policy)` at any
+columns are consecutive lanes of one warp, and all of them call. Writers of full rows also `store(row, column, values)` at any
 address.
 """
 
@@ -34,8 +34,8 @@ def row_address(cache: cute.Tensor, slot: Uint32) -> Int64:
 class Bf16Row:
     """512 bf16 values."""
 
-    def store(self, row: Int64, column: Int32, values: cute.Tensor, policy: Int64 | None = None) -> None:
-        memory.store_vector(row + Int64(column) * 2, convert.to_bf16(values), policy=policy)
+    def store(self, row: Int64, column: Int32, values: cute.Tensor) -> None:
+        memory.store_vector(row + Int64(column) * 2, convert.to_bf16(values))
 
     def write(self, cache, slot, column, values, lane):
         self.store(row_address(cache, slot), column, values)
@@ -48,9 +48,9 @@ class Fp8Row:
     inverse_scale: Float32
     via_bf16: bool
 
-    def store(self, row: Int64, column: Int32, values: cute.Tensor, policy: Int64 | None = None) -> None:
+    def store(self, row: Int64, column: Int32, values: cute.Tensor) -> None:
         exact = convert.to_fp32(convert.to_bf16(values)) if self.via_bf16 else values
-        memory.store_vector(row + Int64(column), convert.to_e4m3(exact, self.inverse_scale), policy=policy)
+        memory.store_vector(row + Int64(column), convert.to_e4m3(exact, self.inverse_scale))
 
     def write(self, cache, slot, column, values, lane):
         self.store(row_address(cache, slot), column, values)

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
-from cute_kernels.device.memory import STREAM, base_address, load_vector
+from cute_kernels.device.memory import STREAM, at, base_address, load_vector
 
 WARP = cute.arch.WARP_SIZE
 INT32_MAX = 2**31 - 1
@@ -15,26 +15,31 @@ INT32_MAX = 2**31 - 1
 class Divisor(NamedTuple):
     """A run-time divisor d >= 1, prepared on the host for `quotient`.
 
-    With l = ceil(log2 d) and magic = ceil(2^(31+l) / d), which lies in [2^31, 2^32), floor(n * magic / 2^(31+l)) equals
-    n // d for every n in [0, 2^31): the excess n * (magic * d - 2^(31+l)) / (d * 2^(31+l)) is below n / 2^31 / d < 1 / d.
-    `quotient` takes the high half of (2n) * magic, so that the shift left over is l, also for d = 1.
+    With l = ceil(log2 d), at least 1, and magic = ceil(2^(31+l) / d), which lies in [2^31, 2^32), floor(n * magic / 2^(31+l)) equals
+    n // d for every n in [0, 2^31): the excess n * (magic * d - 2^(31+l)) / (d * 2^(31+l)) is below n / 2^31 / d < 1 / d. The high
+    half of n * magic leaves a shift of l - 1. For d = 1 the magic number would be 2^32: there (n + 1) * (2^32 - 1) has n as its high
+    half, so magic and addend are 2^32 - 1. A wide multiply-add and a shift either way.
     """
 
     magic: Uint32
+    addend: Uint32
     shift: Uint32
 
     @staticmethod
     def of(divisor: Int32) -> "Divisor":
         """Prepare a divisor (host code inside a `@cute.jit` function)."""
-        shift = Int32(0)
-        for bit in range(31):
-            shift = shift + Int32(divisor > (1 << bit))
-        magic = ((Int64(1) << Int64(31 + shift)) + Int64(divisor) - 1) // Int64(divisor)
-        return Divisor(Uint32(magic), Uint32(shift))
+        bits = Int32(1)
+        for bit in range(1, 31):
+            bits = bits + Int32(divisor > (1 << bit))
+        magic = ((Int64(1) << Int64(31 + bits)) + Int64(divisor) - 1) // Int64(divisor)
+        one = divisor == 1
+        addend = Int64(cutlass.select_(one, Int64(2**32 - 1), Int64(0)))
+        return Divisor(Uint32(cutlass.select_(one, addend, magic)), Uint32(addend), Uint32(bits - 1))
 
     def quotient(self, n: Int32) -> Int32:
-        """n // d for 0 <= n < 2^31: shift, high multiply, shift."""
-        return Int32(cute.arch.mul_hi(Uint32(n) << Uint32(1), self.magic) >> self.shift)
+        """n // d for 0 <= n < 2^31; some value for a negative n."""
+        product = Uint64(Uint32(n)) * Uint64(self.magic) + Uint64(self.addend)
+        return Int32(Uint32(product >> Uint64(32)) >> self.shift)
 
 
 class Pool(NamedTuple):
@@ -62,10 +67,6 @@ class Pool(NamedTuple):
             capacity = cutlass.min(Int64(block_table.shape[1]) * Int64(page_rows), Int64(INT32_MAX))
         return Pool(pages, -page_rows, span, Divisor.of(page_rows), Int32(capacity))
 
-    def entry_of_slot(self, slot: Int32) -> Int32:
-        """The table entry of a valid slot of the pool."""
-        return slot + self.by_page_rows.quotient(slot) * (self.span + self.minus_page_rows)
-
 
 @cute.jit
 def load_ids(gIds: cute.Tensor, begin: Int32, columns: Int32, lane: Int32, ids: cute.Tensor):
@@ -86,27 +87,47 @@ def load_ids(gIds: cute.Tensor, begin: Int32, columns: Int32, lane: Int32, ids: 
             index = first + chunk * WARP
             if index < columns >> bits:
                 load_vector(base_address(gVectors[None, index]), ids[None, chunk], STREAM)
-            elif index == columns >> bits:
-                for i in cutlass.range_constexpr(vector - 1):
-                    if (index << bits) + i < columns:
-                        ids[i, chunk] = gIds[(index << bits) + i]
+        if columns & (vector - 1) != 0:
+            for chunk in cutlass.range_constexpr(chunks):
+                index = first + chunk * WARP
+                if index == columns >> bits:
+                    for i in cutlass.range_constexpr(vector - 1):
+                        if (index << bits) + i < columns:
+                            ids[i, chunk] = gIds[(index << bits) + i]
 
 
-@cute.jit
+def least(ids: cute.Tensor) -> Uint32:
+    """Smallest of a lane's ids as unsigned numbers: negative ones are larger than any other."""
+    found = Uint32(ids[0])
+    for i in range(1, cute.size(ids)):
+        found = cutlass.min(found, Uint32(ids[i]))
+    return found
+
+
+def largest(ids: cute.Tensor) -> Uint32:
+    """Largest of a lane's ids as unsigned numbers: a negative one, if there is one."""
+    found = Uint32(ids[0])
+    for i in range(1, cute.size(ids)):
+        found = cutlass.max(found, Uint32(ids[i]))
+    return found
+
+
 def any_below(ids: cute.Tensor, limit: Int32) -> Boolean:
     """True iff 0 <= id < limit for any id of any lane of the warp."""
-    least = Uint32(ids[0])
-    for i in cutlass.range_constexpr(1, cute.size(ids)):
-        least = cutlass.min(least, Uint32(ids[i]))
-    return cute.arch.vote_any_sync(least < Uint32(limit))
+    return cute.arch.vote_any_sync(least(ids) < Uint32(limit))
+
+
+def all_below(ids: cute.Tensor, limit: Int32) -> Boolean:
+    """True iff 0 <= id < limit for every id of every lane of the warp."""
+    return cute.arch.vote_all_sync(largest(ids) < Uint32(limit))
 
 
 @cute.jit
 def resolve_slots(ids: cute.Tensor, limit: Int32, pool: Pool, entries: cute.Tensor):
     """entries[i] = table entry of pool slot ids[i], or -1 unless 0 <= ids[i] < limit."""
     for i in cutlass.range_constexpr(cute.size(ids)):
-        valid = Uint32(ids[i]) < Uint32(limit)
-        entries[i] = Int32(cutlass.select_(valid, pool.entry_of_slot(ids[i]), Int32(-1)))
+        entry = ids[i] + pool.by_page_rows.quotient(ids[i]) * (pool.span + pool.minus_page_rows)
+        entries[i] = Int32(cutlass.select_(Uint32(ids[i]) < Uint32(limit), entry, Int32(-1)))
 
 
 @cute.jit
@@ -116,16 +137,33 @@ def resolve_rows(ids: cute.Tensor, limit: Int32, gPages: cute.Tensor, pool: Pool
     -1 unless 0 <= ids[i] < limit and the block table's entry is a page of the pool. limit <= pool.capacity, so no column
     outside the table is read. All gathers are issued before the first is used.
     """
-    count = cute.size(ids)
+    count, base = cute.size(ids), base_address(gPages)
     offsets = cute.make_rmem_tensor(cute.make_layout(count), Int32)
     pages = cute.make_rmem_tensor(cute.make_layout(count), Int32)
     for i in cutlass.range_constexpr(count):
         column = pool.by_page_rows.quotient(ids[i])
         page = Int32(-1)
         if Uint32(ids[i]) < Uint32(limit):
-            page = gPages[column]
+            page = at(base + Int64(Uint32(column)) * 4, Int32, 1)[0]
         pages[i] = page
         offsets[i] = ids[i] + column * pool.minus_page_rows
     for i in cutlass.range_constexpr(count):
-        valid = Uint32(pages[i]) < Uint32(pool.pages)
-        entries[i] = Int32(cutlass.select_(valid, pages[i] * pool.span + offsets[i], Int32(-1)))
+        entry = pages[i] * pool.span + offsets[i]
+        entries[i] = Int32(cutlass.select_(Uint32(pages[i]) < Uint32(pool.pages), entry, Int32(-1)))
+
+
+@cute.jit
+def resolve_valid_rows(ids: cute.Tensor, limit: Int32, gPages: cute.Tensor, pool: Pool, entries: cute.Tensor) -> Boolean:
+    """As `resolve_rows` if all ids of the warp are valid, none of them guarded or judged by itself; else False, and no entries."""
+    count, base = cute.size(ids), base_address(gPages)
+    columns = cute.make_rmem_tensor(cute.make_layout(count), Int32)
+    pages = cute.make_rmem_tensor(cute.make_layout(count), Int32)
+    valid = all_below(ids, limit)
+    if valid:
+        for i in cutlass.range_constexpr(count):
+            columns[i] = pool.by_page_rows.quotient(ids[i])
+            pages[i] = at(base + Int64(Uint32(columns[i])) * 4, Int32, 1)[0]
+        valid = all_below(pages, pool.pages)
+        for i in cutlass.range_constexpr(count):
+            entries[i] = pages[i] * pool.span + (ids[i] + columns[i] * pool.minus_page_rows)
+    return valid

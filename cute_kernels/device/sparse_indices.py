@@ -8,22 +8,34 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64, Uint64
 from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device.compaction import WARP, fill, store_by_warp, store_by_warps
-from cute_kernels.device.pdl import begin, end
-from cute_kernels.device.slots import INT32_MAX, Divisor, Pool, any_below, load_ids, resolve_rows, resolve_slots
+from cute_kernels.device.compaction import WARP, fill, store_as_they_stand, store_by_warp, store_by_warps
+from cute_kernels.device.memory import extent, in_range
+from cute_kernels.device.pdl import begin, end, fetch_parameters
+from cute_kernels.device.slots import (
+    INT32_MAX,
+    Divisor,
+    Pool,
+    all_below,
+    any_below,
+    load_ids,
+    resolve_rows,
+    resolve_slots,
+    resolve_valid_rows,
+)
 from cute_kernels.kv_format import WINDOW
 
 # Entries of the window part per lane: one warp writes it in one chunk.
 WINDOW_VECTOR = WINDOW // WARP
-# Compressed ids that a lane looks up at once where one warp serves a row; as many more are on their way meanwhile.
+# Compressed ids that a lane looks up at once; as many more are on their way meanwhile.
 IDS_PER_LANE = 8
 # Up to so many rows, a whole block serves one row (short latency): a warp for the window, the others for the ids. Beyond, each
 # warp serves a row of its own (fewest instructions per row).
 FEW_ROWS = 1024
-BLOCK_WARPS = 5
+BLOCK_WARPS = 3
+RESIDENT = 12  # blocks that an SM can hold by their registers: more than 56 registers would make it 10
 
 
 class Inputs(NamedTuple):
@@ -76,7 +88,12 @@ class SparseIndices:
             few = Int32(0)
         blocks = few * rows + (1 - few) * cute.ceil_div(rows, BLOCK_WARPS)
         self.kernel(inputs, outputs, window, compressed, ratio, few, independent).launch(
-            grid=[blocks, 1, 1], block=[BLOCK_WARPS * WARP, 1, 1], stream=stream, use_pdl=self.pdl
+            grid=[blocks, 1, 1],
+            block=[BLOCK_WARPS * WARP, 1, 1],
+            min_blocks_per_mp=RESIDENT,
+            preferred_smem_carveout=-1,  # the driver's default; without a value the DSL would ask a device
+            stream=stream,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -95,17 +112,17 @@ class SparseIndices:
         warp = cute.arch.make_warp_uniform(thread // WARP)
         lane = thread % WARP
 
+        fetch_parameters(self.pdl, thread, (inputs, outputs, window, compressed, ratio, few, independent))
         begin(self.pdl, independent)
         if few != 0:
             if cutlass.const_expr(self.source != "none"):
-                self.row_part(inputs, outputs, window, compressed, ratio, block, warp, lane, BLOCK_WARPS - 1)
+                self.row_by_block(inputs, outputs, window, compressed, ratio, block, warp, lane)
         else:
-            row = block * BLOCK_WARPS + warp
-            self.row_part(inputs, outputs, window, compressed, ratio, row, Int32(0), lane, 1)
+            self.row_by_warp(inputs, outputs, window, compressed, ratio, block * BLOCK_WARPS + warp, lane)
         end(self.pdl, independent)
 
     @cute.jit
-    def row_part(
+    def row_by_block(
         self,
         inputs: Inputs,
         outputs: Outputs,
@@ -113,28 +130,117 @@ class SparseIndices:
         compressed: Pool | None,
         ratio: Divisor | None,
         row: Int32,
-        share: Int32,
+        warp: Int32,
         lane: Int32,
-        warps: cutlass.Constexpr,
     ):
-        """Serve a row by one warp (warps = 1); or this warp's share of it: `warps` warps share the ids, one more has the window."""
-        chunks = IDS_PER_LANE // self.vector if warps == 1 else 1
-        ids = cute.make_rmem_tensor(cute.make_layout((self.vector, chunks)), Int32)
-        if row < outputs.window.shape[0]:
-            columns = self.columns_of_ids(inputs, outputs, row)
-            self.load_ids(inputs, row, share * ids_per_warp(ids), columns, lane, ids)
-            end, request = self.state_of(inputs, row)
-            if cutlass.const_expr(warps == 1):
-                self.window_part(inputs, outputs, window, row, end, request, lane, warps == 1)
-                self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, warps)
-            elif share == warps:
-                self.window_part(inputs, outputs, window, row, end, request, lane, warps == 1)
-            else:
-                self.compressed_part(inputs, outputs, compressed, ratio, row, end, request, columns, ids, share, lane, warps)
+        """Serve a row by the warps of a block: the last one has the window, the others share the ids."""
+        warps = BLOCK_WARPS - 1
+        ids = cute.make_rmem_tensor(cute.make_layout((self.vector, IDS_PER_LANE // self.vector)), Int32)
+        ahead = cute.make_rmem_tensor(ids.layout, Int32)
+        each = cute.size(ids) * WARP
+        columns = self.columns_of_ids(inputs, outputs, row)
+        self.load_ids(inputs, row, warp * each, columns, lane, ids)
+        position, request, slot = self.look(inputs, row)
+        if cutlass.const_expr(inputs.ids is None):
+            self.load_ids(inputs, row, (warps + warp) * each, columns, lane, ahead)
+        elif warps * each < columns:
+            self.load_ids(inputs, row, (warps + warp) * each, columns, lane, ahead)
+        end, request = self.judge(inputs, position, request, slot)
+        if warp == warps:
+            self.window_part(inputs, outputs, window, row, end, request, lane, False)
+        else:
+            limit, columns = self.reach(inputs, outputs, compressed, ratio, end, request, columns)
+            gRow = outputs.compressed[row, None]
+            entries = cute.make_rmem_tensor(ids.layout, Int32)
+            words = cute.arch.alloc_smem(Int32, 2 * warps, alignment=4 * warps)
+            sWords = cute.make_tensor(words, cute.make_layout((warps, 2)))
+            count, filled, buffer = Int32(0), Int32(0), Int32(1)
+            if columns > 0:  # the first batch by itself: it is mostly the only one
+                self.resolve(inputs, ids, limit, request, compressed, entries)
+                count, filled = store_by_warps(entries, gRow, Int32(0), count, filled, warp, warps, sWords[None, 0], lane, "vectors")
+            for first in cutlass.range(warps * each, columns, warps * each, unroll=1):
+                self.resolve(inputs, ahead, limit, request, compressed, entries)
+                if first + warps * each < columns:
+                    self.load_ids(inputs, row, first + (warps + warp) * each, columns, lane, ahead)
+                count, filled = store_by_warps(entries, gRow, first, count, filled, warp, warps, sWords[None, buffer], lane, "vectors")
+                buffer = 1 - buffer
+            fill(gRow, cutlass.max(count, filled), warp * WARP + lane, warps * WARP, self.vector, False)
+            if cutlass.const_expr(outputs.lengths is not None):
+                if (warp == 0) & (lane == 0):
+                    outputs.lengths[row] = self.length_base + count
 
     @cute.jit
-    def state_of(self, inputs: Inputs, row: Int32):
-        """(position + 1, at least 0; request) of a row; (0, -1) for a padding row."""
+    def row_by_warp(
+        self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, row: Int32, lane: Int32
+    ):
+        """Serve a row by one warp."""
+        ids = cute.make_rmem_tensor(cute.make_layout((self.vector, IDS_PER_LANE // self.vector)), Int32)
+        each = cute.size(ids) * WARP
+        if row < outputs.window.shape[0]:
+            columns = self.columns_of_ids(inputs, outputs, row)
+            self.load_ids(inputs, row, Int32(0), columns, lane, ids)
+            position, request, slot = self.look(inputs, row)
+            end, request = self.judge(inputs, position, request, slot)
+            self.window_part(inputs, outputs, window, row, end, request, lane, True)
+            count, filled = Int32(0), Int32(0)
+            if cutlass.const_expr(outputs.compressed is not None):
+                limit, columns = self.reach(inputs, outputs, compressed, ratio, end, request, columns)
+                gRow = outputs.compressed[row, None]
+                ahead = cute.make_rmem_tensor(ids.layout, Int32)
+                for first in cutlass.range(0, columns, each, unroll=1):
+                    if first + each < columns:
+                        self.load_ids(inputs, row, first + each, columns, lane, ahead)
+                    count, filled = self.enter(inputs, ids, gRow, limit, request, compressed, first, count, filled, lane, True)
+                    for i in cutlass.range_constexpr(cute.size(ids)):
+                        ids[i] = ahead[i]
+                fill(gRow, cutlass.max(count, filled), lane, WARP, self.vector, True)
+            if cutlass.const_expr(outputs.lengths is not None):
+                if lane == 0:
+                    outputs.lengths[row] = self.length_base + count
+
+    @cute.jit
+    def enter(
+        self,
+        inputs: Inputs,
+        ids: cute.Tensor,
+        gRow: cute.Tensor,
+        limit: Int32,
+        request: Int32,
+        pool: Pool,
+        first: Int32,
+        count: Int32,
+        filled: Int32,
+        lane: Int32,
+        hopeful: cutlass.Constexpr,
+    ):
+        """Look up the ids of a warp's row from column `first` on and store the valid ones: the new (count, filled).
+
+        hopeful  all of them may be valid
+        """
+        entries = cute.make_rmem_tensor(ids.layout, Int32)
+        valid = Boolean(False)
+        if cutlass.const_expr(hopeful):
+            if count == first:
+                valid = self.resolve_valid(inputs, ids, limit, request, pool, entries)
+        if valid:
+            store_as_they_stand(entries, gRow, first, lane, "every", True)
+            count = count + cute.size(ids) * WARP
+        elif any_below(ids, limit):
+            if cutlass.const_expr(ids.shape[1] > 1):  # some are valid: chunk by chunk, in all but one of which all are or none
+                for chunk in cutlass.range_constexpr(ids.shape[1]):
+                    part = cute.make_rmem_tensor(cute.make_layout((self.vector, 1)), Int32)
+                    for i in cutlass.range_constexpr(self.vector):
+                        part[i] = ids[i, chunk]
+                    begin_at, more = first + chunk * self.vector * WARP, chunk + 1 < ids.shape[1]
+                    count, filled = self.enter(inputs, part, gRow, limit, request, pool, begin_at, count, filled, lane, more)
+            else:
+                self.resolve(inputs, ids, limit, request, pool, entries)
+                count, filled = store_by_warp(entries, gRow, first, count, filled, lane, True)
+        return count, filled
+
+    @cute.jit
+    def look(self, inputs: Inputs, row: Int32):
+        """(position, request, slot) as the inputs say of a row; (-1, -1, 0) if one of them ends before."""
         position, request, slot = Int64(-1), Int32(-1), Int64(0)
         known = (row < inputs.positions.shape[0]) & (row < inputs.token_to_req.shape[0])
         if cutlass.const_expr(inputs.slots is not None):
@@ -144,9 +250,27 @@ class SparseIndices:
             request = inputs.token_to_req[row]
             if cutlass.const_expr(inputs.slots is not None):
                 slot = inputs.slots[row]
-        real = (request >= 0) & (request < inputs.window_block_table.shape[0]) & (slot >= 0)
-        end = Int32(cutlass.min(cutlass.max(position, Int64(-1)), Int64(INT32_MAX - 1))) + 1
+        return position, request, slot
+
+    @cute.jit
+    def judge(self, inputs: Inputs, position: Int64, request: Int32, slot: Int64):
+        """(position + 1, at least 0; request) of a row; (0, -1) for a padding row."""
+        real = in_range(request, extent(inputs.window_block_table)) & (slot >= 0)
+        beyond = Int32(cutlass.select_(position < 0, Int32(0), Int32(INT32_MAX)))
+        end = Int32(cutlass.select_(Uint64(position) < INT32_MAX, Int32(position) + 1, beyond))
         return Int32(cutlass.select_(real, end, Int32(0))), Int32(cutlass.select_(real, request, Int32(-1)))
+
+    @cute.jit
+    def reach(self, inputs: Inputs, outputs: Outputs, pool: Pool, ratio: Divisor | None, end: Int32, request: Int32, columns: Int32):
+        """(ids below it are valid, columns of ids to look at) of a row."""
+        if cutlass.const_expr(self.source == "global"):
+            limit = Int32(cutlass.select_(request >= 0, pool.capacity, Int32(0)))
+        else:
+            limit = cutlass.min(ratio.quotient(end), pool.capacity)
+        if cutlass.const_expr(self.source == "all_groups"):
+            limit = cutlass.min(limit, Int32(outputs.compressed.shape[1]))
+            columns = limit
+        return limit, Int32(cutlass.select_(limit == 0, Int32(0), columns))
 
     @cute.jit
     def window_part(
@@ -166,9 +290,17 @@ class SparseIndices:
         start = cutlass.max(end - WINDOW, Int32(0))
         for i in cutlass.range_constexpr(WINDOW_VECTOR):
             ids[i] = start + lane * WINDOW_VECTOR + i
-        resolve_rows(ids, cutlass.min(end, pool.capacity), inputs.window_block_table[request, None], pool, entries)
-        gRow = outputs.window[row, None]
-        count, filled = store_by_warp(entries, gRow, Int32(0), Int32(0), Int32(0), lane, streaming)
+        gRow, gPages = outputs.window[row, None], inputs.window_block_table[request, None]
+        limit = cutlass.min(end, pool.capacity)
+        valid = cutlass.Boolean(False)
+        if cutlass.const_expr(streaming):
+            valid = resolve_valid_rows(ids, limit, gPages, pool, entries)
+        count, filled = Int32(WINDOW), Int32(0)
+        if valid:
+            store_as_they_stand(entries, gRow, Int32(0), lane, "every", streaming)
+        else:
+            resolve_rows(ids, limit, gPages, pool, entries)
+            count, filled = store_by_warp(entries, gRow, Int32(0), Int32(0), Int32(0), lane, streaming)
         fill(gRow, cutlass.max(count, filled), lane, WARP, WINDOW_VECTOR, streaming)
         if cutlass.const_expr(outputs.window_lengths is not None):
             if lane == 0:
@@ -201,66 +333,14 @@ class SparseIndices:
             resolve_rows(ids, limit, inputs.compressed_block_table[request, None], pool, entries)
 
     @cute.jit
-    def compressed_part(
-        self,
-        inputs: Inputs,
-        outputs: Outputs,
-        pool: Pool | None,
-        ratio: Divisor | None,
-        row: Int32,
-        end: Int32,
-        request: Int32,
-        columns: Int32,
-        ids: cute.Tensor,
-        share: Int32,
-        lane: Int32,
-        warps: cutlass.Constexpr,
-    ):
-        """The row's compressed entries, by `warps` warps of which this is number `share`; `ids` holds its first ids."""
-        count = Int32(0)
-        if cutlass.const_expr(outputs.compressed is not None):
-            gRow = outputs.compressed[row, None]
-            if cutlass.const_expr(self.source == "global"):
-                limit = Int32(cutlass.select_(request >= 0, pool.capacity, Int32(0)))
-            else:
-                limit = cutlass.min(ratio.quotient(end), pool.capacity)
-            if cutlass.const_expr(self.source == "all_groups"):
-                limit = cutlass.min(limit, Int32(gRow.shape[0]))
-                columns = limit
-            columns = Int32(cutlass.select_(limit == 0, Int32(0), columns))
-            entries = cute.make_rmem_tensor(ids.layout, Int32)
-            share_of_batch = ids_per_warp(ids)
-            batch = share_of_batch * warps
-            filled, buffer = Int32(0), Int32(0)
-            if cutlass.const_expr(warps > 1):
-                words = cute.arch.alloc_smem(Int32, 2 * warps, alignment=4 * warps)
-                sWords = cute.make_tensor(words, cute.make_layout((warps, 2)))
-            ahead = cute.make_rmem_tensor(ids.layout, Int32)
-            for first in cutlass.range(0, columns, batch, unroll=1):
-                if first + batch < columns:
-                    self.load_ids(inputs, row, first + batch + share * share_of_batch, columns, lane, ahead)
-                if cutlass.const_expr(warps > 1):
-                    self.resolve(inputs, ids, limit, request, pool, entries)
-                    count, filled = store_by_warps(entries, gRow, first, count, filled, share, warps, sWords[None, buffer], lane, "vectors")
-                    buffer = 1 - buffer
-                else:
-                    some = cutlass.Boolean(True)
-                    if count < first:  # after one that was not valid often none is
-                        some = any_below(ids, limit)
-                    if some:
-                        self.resolve(inputs, ids, limit, request, pool, entries)
-                        count, filled = store_by_warp(entries, gRow, first, count, filled, lane, True)
-                for i in cutlass.range_constexpr(cute.size(ids)):
-                    ids[i] = ahead[i]
-            fill(gRow, cutlass.max(count, filled), share * WARP + lane, warps * WARP, self.vector, warps == 1)
-        if cutlass.const_expr(outputs.lengths is not None):
-            if (share == 0) & (lane == 0):
-                outputs.lengths[row] = self.length_base + count
-
-
-def ids_per_warp(ids: cute.Tensor) -> int:
-    """Ids that the lanes of a warp hold in `ids` together."""
-    return cute.size(ids) * WARP
+    def resolve_valid(self, inputs: Inputs, ids: cute.Tensor, limit: Int32, request: Int32, pool: Pool, entries: cute.Tensor) -> Boolean:
+        """As `resolve` if all ids of the warp are valid; else False."""
+        if cutlass.const_expr(self.source == "global"):
+            valid = all_below(ids, limit)
+            resolve_slots(ids, limit, pool, entries)
+        else:
+            valid = resolve_valid_rows(ids, limit, inputs.compressed_block_table[request, None], pool, entries)
+        return valid
 
 
 def fake_inputs(vector: int) -> dict[str, object]:

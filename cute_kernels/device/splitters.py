@@ -50,6 +50,10 @@ class OneBlock:
     chunks = 1
     remainder = staticmethod(operator.mod)
 
+    def fixed(self, deal: Int32, planned: int):
+        """Teams, as a constant if it is one."""
+        return planned
+
     def choose(self, row_count: Int32, deal: int):
         """Blocks that share a window, and teams (host)."""
         return 1, deal
@@ -104,6 +108,9 @@ class RowCluster:
 
     steps: tuple
     chunks = 1 << LEVELS
+
+    def fixed(self, deal: Int32, planned: int) -> Int32:
+        return deal
 
     @staticmethod
     def remainder(n: Int32, teams: Int32) -> Int32:

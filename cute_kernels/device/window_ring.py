@@ -25,6 +25,7 @@ class Storage(NamedTuple):
     rows: cute.Tensor  # [512, 2 (values, scores), rows, slots] fp32
     rotation: cute.Tensor  # [64, slots] of a window, the turn-th of the kernel in turn % slots
     notes: cute.Tensor  # [4, slots]
+    goals: cute.Tensor | None  # [rows, slots] byte addresses to which the pooling threads save a stage's rows, 0: they do not
     full: cute.Tensor  # [slots] barriers
     empty: cute.Tensor  # [slots] barriers
 
@@ -37,18 +38,21 @@ class WindowRing:
     slots    stages in flight
     readers  threads that pool
     whole    values and scores of a row are one piece of memory
+    goals    pooling threads save rows
     """
 
     rows: int
     slots: int
     readers: int
     whole: bool
+    goals: bool
 
     def allocate(self, array) -> Storage:
         return Storage(
             rows=array(Float32, HEAD_DIM, 2, self.rows, self.slots),
             rotation=array(Float32, ROPE_DIM, self.slots),
             notes=array(Int32, NOTE, self.slots),
+            goals=array(Int64, self.rows, self.slots) if self.goals else None,
             full=array(Int64, self.slots),
             empty=array(Int64, self.slots),
         )
@@ -74,7 +78,7 @@ class WindowRing:
         self.publish(ring, n, (Int32(END), Int32(0), Int32(0), Int32(0)), lane)
 
     @cute.jit
-    def fetch(self, ring: Storage, n: Int32, values: Int64, scores: Int64, row: Int32, lane: Int32):
+    def fetch(self, ring: Storage, n: Int32, values: Int64, scores: Int64, goal: Int64, row: Int32, lane: Int32):
         """Issue the copies of a lane's row of stage n, if `row` is one. The whole warp calls; `publish` must follow."""
         full = ring.full.iterator + n % self.slots
         if lane == 0:
@@ -87,6 +91,8 @@ class WindowRing:
             else:
                 copy_bulk(values, target, HEAD_DIM, full)
                 copy_bulk(scores, target + HEAD_DIM, HEAD_DIM, full)
+            if cutlass.const_expr(self.goals):
+                ring.goals[row, n % self.slots] = goal
 
     @cute.jit
     def publish(self, ring: Storage, n: Int32, words: tuple, lane: Int32):

@@ -11,6 +11,7 @@ from cute_kernels.device.row_writers import Bf16Row, Fp8Row
 
 # Blocks that share a window, and teams of them, by the most rows of a step: few windows are spread over many blocks.
 STEPS = ((2048, 8, 32), (8192, 4, 64), (2**31 - 1, 1, 256))
+EVERY_ROW_STEPS = ((2048, 8, 32), (2**31 - 1, 2, 128))  # beside the traffic of rows that are saved
 
 
 def bf16_writer(arguments: Arguments) -> Bf16Row:
@@ -23,11 +24,17 @@ def fp8_writer(arguments: Arguments) -> Fp8Row:
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
     plan = compress.plan_of(spec)
-    return plan if spec.ratio == 4 else dataclasses.replace(plan, groups=1, slots=3, savers=2, resident=3)
+    if spec.ratio == 4:
+        return plan
+    if spec.save == "every_row":
+        return dataclasses.replace(plan, groups=1, slots=5, savers=2, resident=2)
+    return dataclasses.replace(plan, groups=1, slots=3, savers=1, save_rows=1, resident=3)
 
 
 def splitter_of(spec: CompressStoreSpec) -> Any:
-    return splitters.OneBlock(plan_of(spec).pooling) if spec.ratio == 4 else splitters.RowCluster(STEPS)
+    if spec.ratio == 4:
+        return splitters.OneBlock(plan_of(spec).pooling)
+    return splitters.RowCluster(EVERY_ROW_STEPS if spec.save == "every_row" else STEPS)
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:

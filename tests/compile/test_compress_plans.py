@@ -33,11 +33,20 @@ def test_every_row_is_dealt_once(spec: CompressStoreSpec, count: int) -> None:
 
 @pytest.mark.parametrize("spec", specs())
 @pytest.mark.parametrize("count", COUNTS)
-def test_blocks_fill_one_wave(spec: CompressStoreSpec, count: int) -> None:
-    """Small steps are spread over many blocks; no step asks for more than the plan's blocks an SM of some 130 SMs."""
+def test_steps_fill_one_wave(spec: CompressStoreSpec, count: int) -> None:
+    """Of some 130 SMs; short blocks start where others have ended. Small steps with few windows are spread over many blocks."""
     plan, (blocks, deal) = plan_of(spec), split_of(spec, count)
-    assert plan.teams(count, deal) * blocks <= (4 if spec.save == "every_row" else plan.resident) * 132
+    assert min(plan.teams(count, deal), deal) * blocks <= plan.resident * 132
     assert spec.ratio == 4 or spec.target.family == "sm120" or plan.teams(count, deal) * blocks >= min(2 * count, 128)
+
+
+@pytest.mark.parametrize("spec", specs())
+@pytest.mark.parametrize("count", [1, 264, 8192, 12671, 12672, 12700, 32768, 100_001])
+def test_long_steps_end_in_short_blocks(spec: CompressStoreSpec, count: int) -> None:
+    plan, (_, deal) = plan_of(spec), split_of(spec, count)
+    left = count - plan.evenly(count)
+    assert left == (plan.short * (plan.teams(count, deal) - deal) if left else 0)
+    assert (left > 0) == (plan.ratio == 4 and count >= 48 * deal) and left <= count / 16
 
 
 @pytest.mark.parametrize("spec", specs())
@@ -62,6 +71,7 @@ def test_sizes_agree(spec: CompressStoreSpec) -> None:
     stage = plan.groups * plan.batch
     assert plan.window % stage == 0 and min(32, plan.window) % stage == 0
     assert 1 <= plan.slots <= plan.pooling and plan.threads <= 1024
+    assert plan.savers & (plan.savers - 1) == 0, "saving warps share rows evenly"
     for count in COUNTS:
         blocks, _ = split_of(spec, count)
         assert blocks in (1, 2, 4, 8) and (blocks == 1 or plan.groups == 1)

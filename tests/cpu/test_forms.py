@@ -37,10 +37,21 @@ def convert_arguments(**changes: Any) -> dict[str, Any]:
     return {**args, **rest, **case.kwargs(), "return_counts": True, "out": None, "counts": None, "target": None, **changes}
 
 
+ALL_GROUPS: dict[str, Any] = {"source": ck.IdSource.ALL_GROUPS, "ids": None}
+WINDOW_ONLY: dict[str, Any] = {"source": ck.IdSource.NONE, "ids": None, "compressed": None, "compressed_block_table": None, "width": None}
+
+
+def window_tables(family: str) -> ck.CombinedIndices | ck.SegmentIndices:
+    return ops.new_tables(7, 0, family == "sm100", torch.device("cpu"))
+
+
 CASES = {
     "compress_store": (ck.compress_store, compress_arguments),
     "sparse_indices": (ck.sparse_indices, index_arguments),
     "sparse_indices, new": (ck.sparse_indices, functools.partial(index_arguments, out=None)),
+    "sparse_indices, all groups, new": (ck.sparse_indices, functools.partial(index_arguments, **ALL_GROUPS, out=None)),
+    "sparse_indices, window": (ck.sparse_indices, functools.partial(index_arguments, **WINDOW_ONLY, out=window_tables("sm100"))),
+    "sparse_indices, window, new": (ck.sparse_indices, functools.partial(index_arguments, **WINDOW_ONLY, out=None)),
     "qkv_insert": (ck.qkv_insert, insert_arguments),
     "qkv_insert, new": (ck.qkv_insert, functools.partial(insert_arguments, out=None)),
     "gather_upconvert": (ck.gather_upconvert, gather_arguments),
@@ -115,6 +126,8 @@ def test_a_ready_launch_is_the_plain_one(case, family, launched):
             first |= {"q_scale": None, "q_dtype": torch.bfloat16, "out": None if out is None else out.bfloat16()}
         if case == "sparse_indices":
             first["out"] = ops.new_tables(7, 8, False, torch.device("cpu"))
+        if case == "sparse_indices, window":
+            first["out"] = window_tables(family)
     calls, second = Calls(call, target), copied(first)
     calls(first)
     result = calls(second)

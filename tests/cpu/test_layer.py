@@ -155,60 +155,61 @@ def test_a_layer_is_its_four_calls(family, dtype):
         assert torch.equal(model.tensors[name].view(torch.uint8), t[name].view(torch.uint8)), name
 
 
-def test_which_launches_run_beside_the_one_in_front(monkeypatch):
-    """The compressor's launch waits for what is in front of it, the others do not wait for the compressor's, if there is one."""
-    seen: list[tuple[str, bool]] = []
+@pytest.fixture
+def served(monkeypatch):
+    """The calls of operations: name, arguments."""
+    calls: list[tuple[str, dict[str, Any]]] = []
     real = launching.Operation.serve
 
     def serve(operation: launching.Operation, *values: Any) -> Any:
-        seen.append((operation.public.__name__, values[operation.form.names.index("independent")]))
+        calls.append((operation.public.__name__, dict(zip(operation.form.names, values, strict=True))))
         return real(operation, *values)
 
     monkeypatch.setattr(launching.Operation, "serve", serve)
+    return calls
+
+
+def test_which_launches_run_beside_the_one_in_front(served):
+    """The compressor's launch waits for what is in front of it, the others do not wait for the compressor's, if there is one."""
+
+    def seen() -> list[tuple[str, bool]]:
+        found = [(name, a["independent"]) for name, a in served]
+        served.clear()
+        return found
+
     step = ck.StepMetadata.of([20, 3], [20, 3])
     for ratio in (1, 4, 128):
         model, rows = Model(ratio, "sm100", "auto"), Prompt(ratio, 40).rows([(0, 20), (0, 3)])
         tables, beside = model.tables(step), ratio > 1
         compressor = [("compress_store", False)] * beside
         model.layer(step, tables, **rows)
-        assert seen == [*compressor, ("sparse_indices", beside), ("qkv_insert", beside)]
-        seen.clear()
+        assert seen() == [*compressor, ("sparse_indices", beside), ("qkv_insert", beside)]
         model.layer(step, tables, **rows)
         built = [("sparse_indices", beside)] * (ratio == 4)
-        assert seen == [*compressor, *built, ("qkv_insert", beside)], "tables of ratio 1 and 128 are built once per step"
-        seen.clear()
+        assert seen() == [*compressor, *built, ("qkv_insert", beside)], "tables of ratio 1 and 128 are built once per step"
         if ratio > 1:
             torch.use_deterministic_algorithms(True)
             try:
                 model.layer(step, tables, **rows)
             finally:
                 torch.use_deterministic_algorithms(False)
-            assert seen[-1] == ("qkv_insert", False), "new tensors are filled by a launch of torch's"
-            seen.clear()
+            assert seen()[-1] == ("qkv_insert", False), "new tensors are filled by a launch of torch's"
             tables.state_slots = tables.state_slots[:0]
             model.layer(step, tables, **rows)
-            assert seen[-1] == ("qkv_insert", False), "an empty call launches nothing"
-            seen.clear()
+            assert seen()[-1] == ("qkv_insert", False), "an empty call launches nothing"
 
 
-def test_tables_are_built_once_per_step_where_layers_can_share_them(monkeypatch):
-    built: list[tuple[ck.IdSource, Any]] = []
-    real = layer_module.sparse_indices
-
-    def counting(*arguments: Any, **named: Any) -> Any:
-        built.append((named["source"], named["out"].table.data_ptr()))
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(layer_module, "sparse_indices", counting)
+def test_tables_are_built_once_per_step_where_layers_can_share_them(served):
     step = ck.StepMetadata(2, 50, "cpu")
     models = {ratio: Model(ratio, "sm100", "auto") for ratio in (1, 4, 128)}
     first: list[int] = []
     for number in range(2):
         step.update([20, 3], [20 + number, 3 + number])
-        built.clear()
+        served.clear()
         for ratio in (1, 1, 128, 4, 128, 4, 1):
             model, prompt = models[ratio], Prompt(ratio, 40)
             model.layer(step, model.tables_once(step), **prompt.rows([(number, 20 + number), (number, 3 + number)]))
+        built = [(a["source"], a["out"].table.data_ptr()) for name, a in served if name == "sparse_indices"]
         sources = [source for source, _ in built]
         assert sources.count(ck.IdSource.NONE) == 1 and sources.count(ck.IdSource.ALL_GROUPS) == 1
         assert sources.count(ck.IdSource.LOCAL) == 2
@@ -217,20 +218,17 @@ def test_tables_are_built_once_per_step_where_layers_can_share_them(monkeypatch)
         first = [address for _, address in built]
 
 
-def test_layers_of_another_geometry_have_tables_of_their_own(monkeypatch):
-    built = []
-    real = layer_module.sparse_indices
-    monkeypatch.setattr(layer_module, "sparse_indices", lambda *a, **n: built.append(1) or real(*a, **n))
+def test_layers_of_another_geometry_have_tables_of_their_own(served):
     step = ck.StepMetadata.of([20, 3], [20, 3])
     model = Model(1, "sm100", "auto")
     storage = torch.zeros(model.window_table.numel(), PAGE_ROWS + 3, 512, dtype=torch.bfloat16)
     other = SparseMLA(model.spec, swa_cache=storage[:, :PAGE_ROWS], cos_sin=COS_SIN, target="sm100")
     tables = model.tables(step)
     first, second = model.layer.indices(step, tables, None), other.indices(step, tables, None)
-    assert len(built) == 2 and not torch.equal(first.table, second.table)
-    assert model.layer.indices(step, tables, None) is first and len(built) == 2
+    assert len(served) == 2 and not torch.equal(first.table, second.table)
+    assert model.layer.indices(step, tables, None) is first and len(served) == 2
     model.layer.indices(step, model.tables(step), None)
-    assert len(built) == 3, "other slots mark other padding rows"
+    assert len(served) == 3, "other slots mark other padding rows"
 
 
 def test_all_groups_stand_for_an_indexer_that_selects_everything():

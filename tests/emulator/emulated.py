@@ -48,19 +48,25 @@ def prepare(name: str, memory: Memory, arguments: dict[str, Any]) -> None:
 settings = device.Settings(prepare=prepare, independent=lambda arguments: bool(arguments.get("independent", 0)))
 
 
+loaded: list[device.EmulatedKernel] = []  # by this process
+
+
 def executor(compiled: loader.CompiledObject, spec: KernelSpec) -> device.EmulatedKernel:
     """The `compile.loader` executor that loads objects onto the emulated device."""
-    return device.load(
-        compiled.object,
-        compiled.symbol,
-        compiled.ptx.read_text(),
-        argument_names=spec.argument_names,
-        name=str(spec),
-        ptx_file=compiled.ptx,
-        shared_limit=spec.target.shared_bytes,
-        settings=settings,
-        build_folder=LIBRARIES,
+    loaded.append(
+        device.load(
+            compiled.object,
+            compiled.symbol,
+            compiled.ptx.read_text(),
+            argument_names=spec.argument_names,
+            name=str(spec),
+            ptx_file=compiled.ptx,
+            shared_limit=spec.target.shared_bytes,
+            settings=settings,
+            build_folder=LIBRARIES,
+        )
     )
+    return loaded[-1]
 
 
 @contextlib.contextmanager

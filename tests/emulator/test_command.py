@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from cute_kernels import ops
 from cute_kernels.compile.spec import SPEC_TYPES
-from ptx_emulator import KernelFault, device
+from ptx_emulator import KernelFault, Memory
 from ptx_emulator.__main__ import main
-from ptx_emulator.launch import load_programs
 from ptx_emulator.report import checked
 from tests.emulator import cases, small_kernels
+from tests.emulator.emulated import emulated
+from tests.support.gather import make_convert_case
 
 
 @pytest.mark.parametrize("target", ["sm_100a", "sm_120a"])
@@ -71,11 +75,16 @@ def test_counts_of_a_small_kernel() -> None:
     assert {n for line, n in result.warps.items() if "bar.sync" in result.texts[line]} == {6}
 
 
-def test_a_fault_names_the_ptx_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "load_programs", lambda text: load_programs(text.replace("griddepcontrol.wait;", "")))
-    with pytest.raises(KernelFault, match=r"of .*kernel\.ptx") as caught:
-        cases.CASES["qkv_insert"]["decode"]("sm_100a", device.Settings())
-    assert caught.value.file is not None and caught.value.file.read_text().count("griddepcontrol.wait")
+def test_a_fault_names_the_ptx_file() -> None:
+    def declare(name: str, memory: Memory, arguments: dict[str, Any]) -> None:
+        for buffer in memory.buffers:
+            buffer.writable = False
+
+    case = make_convert_case(4, 5, 40, prefill=False)
+    with emulated("sm_100a", prepare=declare), pytest.raises(KernelFault, match=r"of .*kernel\.ptx") as caught:
+        ops.convert_indices(*case.args(), **case.kwargs())
+    assert caught.value.file is not None
+    assert caught.value.file.read_text().splitlines()[caught.value.line - 1].strip().startswith(("st.global", "@"))
 
 
 def test_a_fault_is_the_whole_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,13 +73,14 @@ def cases(spec: SparseIndicesSpec) -> list[tuple[IndexCase, bool]]:
     if has_ids:
         small.append(step(spec, 14, 5, k=40, padding=4, short="ids", **odd))
         # The last ids fill no whole vector: in the first batch or in a later one, in the first vector of a lane or in its second.
-        small += [step(spec, 9, 3, k=k, garbage=0.0) for k in (7, 519, 1031)]
+        small += [step(spec, 9, 3, k=k, garbage=0.0) for k in (7, 135, 519, 647, 1031, 1159)]
         large += [step(spec, MANY, 7, k=k, garbage=0.0) for k in (7, 135, 263, 391)]
     if spec.source != "none":
         some = [Request(9000, 3), Request(5000, 2), Request(300, 2)]  # rows whose ids are all valid, or some
         most = [Request(4300, MANY - 70), Request(1400, 40), Request(0, 30)]
         for k, garbage in ((2056, 0.0), (850, 0.003)):
-            width = {"k": k} if has_ids else {"width": -(-k // 8) * 8}  # whole vectors, so that 32-byte accesses are allowed
+            # Whole vectors, so that 32-byte accesses are allowed.
+            width = {"k": k} if has_ids else {"width": -(-k // 8) * 8, "stale_blocks": garbage > 0}
             small.append(step(spec, 0, 0, rows=some, ratio=4, garbage=garbage, **width))
         for garbage in (0.0, 0.003):
             width = {"k": 850} if has_ids else {"width": 856, "stale_blocks": garbage > 0}

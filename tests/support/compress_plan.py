@@ -23,5 +23,7 @@ def split_of(spec: CompressStoreSpec, count: int) -> tuple[int, int]:
 def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
     """The rows of each team that lie in a step of `count` rows."""
     plan, (_, deal) = plan_of(spec), split_of(spec, count)
-    of = [[plan.row_of(team, i, deal) for i in range(plan.rows_of(count, deal))] for team in range(plan.teams(count, deal))]
-    return [[t for t in rows if t < count] for rows in of]
+    evenly = plan.evenly(count)
+    of = [[plan.row_of(team, i, deal) for i in range(plan.rows_of(count, deal))] for team in range(min(plan.teams(count, deal), deal))]
+    even = [[t for t in rows if t < evenly] for rows in of]
+    return even + [list(range(first, first + plan.short)) for first in range(evenly, count, plan.short or 1)]
