@@ -9,9 +9,12 @@ from cute_kernels.device.compress import Arguments, CompressKernel, Plan
 from cute_kernels.device.compress_arguments import fake_arguments
 from cute_kernels.device.row_writers import Bf16Row, Fp8Row
 
-# Blocks that share a window, and teams of them, by the most rows of a step: few windows are spread over many blocks.
-STEPS = ((2048, 8, 32), (8192, 4, 64), (2**31 - 1, 1, 256))
-EVERY_ROW_STEPS = ((2048, 8, 32), (2**31 - 1, 2, 128))  # beside the traffic of rows that are saved
+# Blocks that share a window, and teams of them, by the most rows of a step and by what is saved: few windows are spread over many blocks.
+STEPS = {
+    "policy": ((4096, 8, 32), (16384, 4, 32), (2**31 - 1, 1, 512)),
+    "every_row": ((4096, 8, 32), (2**31 - 1, 2, 128)),
+    "none": ((4096, 8, 32), (2**31 - 1, 2, 64)),
+}
 
 
 def bf16_writer(arguments: Arguments) -> Bf16Row:
@@ -34,7 +37,7 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
 def splitter_of(spec: CompressStoreSpec) -> Any:
     if spec.ratio == 4:
         return splitters.OneBlock(plan_of(spec).pooling)
-    return splitters.RowCluster(EVERY_ROW_STEPS if spec.save == "every_row" else STEPS)
+    return splitters.RowCluster(STEPS[spec.save])
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:

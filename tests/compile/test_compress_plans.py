@@ -34,9 +34,9 @@ def test_every_row_is_dealt_once(spec: CompressStoreSpec, count: int) -> None:
 @pytest.mark.parametrize("spec", specs())
 @pytest.mark.parametrize("count", COUNTS)
 def test_steps_fill_one_wave(spec: CompressStoreSpec, count: int) -> None:
-    """Of some 130 SMs; short blocks start where others have ended. Small steps with few windows are spread over many blocks."""
+    """Of some 130 SMs; blocks of long steps start where others have ended. Small steps with few windows are spread over many blocks."""
     plan, (blocks, deal) = plan_of(spec), split_of(spec, count)
-    assert min(plan.teams(count, deal), deal) * blocks <= plan.resident * 132
+    assert min(plan.teams(count, deal), deal) * blocks <= (plan.resident + (count > 16384)) * 132
     assert spec.ratio == 4 or spec.target.family == "sm120" or plan.teams(count, deal) * blocks >= min(2 * count, 128)
 
 

@@ -115,7 +115,7 @@ def cases(spec: CompressStoreSpec) -> list[CompressCase]:
         crowded(spec, **common),
     ]
     one = make_compress_case(decode[1:2], seed=12, **common)
-    made += [lengthened(one, count) for count in (2049, 8193) if split_of(spec, count) != split_of(spec, 1)]
+    made += [lengthened(one, count) for count in (4097, 16385) if split_of(spec, count) != split_of(spec, 1)]
     return [aligned(c, spec.vector_bytes) for c in made]
 
 
@@ -201,7 +201,7 @@ def test_bytes_do_not_depend_on_the_length_of_the_step(target: Target) -> None:
     want = run(case, target)
     check_compress(case, want)
     splits = {split_of(spec, 137)[0]}
-    for count in (2049, 8193):
+    for count in (4097, 16385):
         splits.add(split_of(spec, count)[0])
         got = run(lengthened(case, count), target)
         assert torch.equal(got.kv_storage, want.kv_storage)
