@@ -2,7 +2,7 @@
 
 A warp holds entries of a row chunk by chunk, `vector` consecutive ones a lane. A row's valid entries usually come first already: then a
 batch goes out in vector stores as it stands, the -1s after its last valid entry included. Else each valid entry goes to its rank.
-The caller ends the row with `fill`.
+The caller ends the row with `fill`. Where entries that are not valid stand anywhere, a block packs its own in shared memory instead.
 """
 
 import itertools
@@ -15,15 +15,15 @@ from cute_kernels.device.memory import base_address, store_vector
 
 WARP = cute.arch.WARP_SIZE
 
-
-def at_shared(address: Int32) -> cute.Tensor:
-    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(1))
-
-
 # A warp that several serve a row with says how many of its entries are valid and, in the upper half of the word, which column the
 # last of them has if they come first in its share, else RAGGED.
 HALF = 16
 RAGGED = 0xFFFF
+
+
+def at_shared(address: Int32) -> cute.Tensor:
+    """The word of shared memory at a byte address."""
+    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(1))
 
 
 def valid_lanes(entries: cute.Tensor, chunk: int) -> list[Int32]:
@@ -131,12 +131,10 @@ def store_by_warps(
     warps: cutlass.Constexpr,
     sWords: cute.Tensor,
     lane: Int32,
-    reach: cutlass.Constexpr,
 ):
     """As `store_by_warp`, where `warps` warps hold consecutive shares of the entries; this one has number `share`.
 
     sWords   shared memory, a word for each warp, aligned to all of them; not the same one for two calls in a row
-    reach    where the row may end: after whole "vectors", or "anywhere"
     """
     each = cute.size(entries) * WARP
     own, in_order = count_valid(entries)
@@ -152,7 +150,7 @@ def store_by_warps(
         last = cutlass.max(last, Uint32(words[other]))
     total = total & RAGGED
     if (count == first) & (Int32(last >> HALF) == total):
-        store_as_they_stand(entries, gRow, first + share * each, lane, reach, False)
+        store_as_they_stand(entries, gRow, first + share * each, lane, "vectors", False)
         filled = cutlass.min(first + warps * each, Int32(cute.size(gRow)))
     else:
         begin = count

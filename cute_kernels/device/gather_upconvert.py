@@ -139,45 +139,47 @@ class GatherKernel:
         rows = memory.extent(mA.out)
         if first < rows:
             row = first + lane // LANES
-            request, start = self.request_of(mA, row, lane)
+            request, start, position = self.request_of(mA, row, lane)
             request = Int32(cutlass.select_(row < rows, request, Int32(-1)))
-            page, offset = self.locate(mA, row, request, start, by_page_rows, positions)
+            page, offset = self.locate(mA, row, request, start, position, by_page_rows, positions)
             self.copy(mA, first, row, request >= 0, page, offset, lane)
 
     @cute.jit
     def request_of(self, mA: Arguments, row: Int32, lane: Int32):
-        """(the last request that starts at `row` or before, its start); request -1 if there is none.
+        """(the last request that starts at `row` or before, its start, the position it begins at); request -1 if there is none.
 
         The lanes of a row search together: each step narrows the requests in question, low .. high - 1, to a ninth.
         """
         part = lane % LANES
-        low, high, start = Int32(0), memory.extent(mA.block_table), Int32(0)
+        low, high, start, position = Int32(0), memory.extent(mA.block_table), Int32(0), Int32(0)
         open_rows = cute.arch.vote_any_sync(high > low)
         while open_rows:
             step = (high - low + LANES) // (LANES + 1)
             probe = low + (part + 1) * step - 1
-            begins = Int32(0)
+            begins, begins_at = Int32(0), Int32(0)
             before = probe < high
             if before:
                 begins = Int32(mA.workspace_starts[probe])
+                if cutlass.const_expr(mA.seq_starts is not None):
+                    begins_at = Int32(mA.seq_starts[probe])  # on its way at once, though of most requests nobody asks for it
                 before = begins <= row
             passed = cute.arch.popc((cute.arch.vote_ballot_sync(before) >> (lane - part)) & ((1 << LANES) - 1))
-            last = cute.arch.shuffle_sync(begins, lane - part + cutlass.max(passed - 1, Int32(0)))
-            start = Int32(cutlass.select_(passed > 0, last, start))
+            last = lane - part + cutlass.max(passed - 1, Int32(0))
+            start = Int32(cutlass.select_(passed > 0, cute.arch.shuffle_sync(begins, last), start))
+            if cutlass.const_expr(mA.seq_starts is not None):
+                position = Int32(cutlass.select_(passed > 0, cute.arch.shuffle_sync(begins_at, last), position))
             low = low + passed * step
             if passed < LANES:
                 high = cutlass.max(cutlass.min(high, low + step - 1), low)
             open_rows = cute.arch.vote_any_sync(high > low)
-        return low - 1, start
+        return low - 1, start, position
 
     @cute.jit
-    def locate(self, mA: Arguments, row: Int32, request: Int32, start: Int32, by_page_rows: Divisor, positions: Int32):
+    def locate(self, mA: Arguments, row: Int32, request: Int32, start: Int32, first: Int32, by_page_rows: Divisor, positions: Int32):
         """(byte address of the row's page, its offset in the page); (0, 0) for a row that is zero or nobody's."""
         page, offset = Int64(0), Int32(0)
         if request >= 0:
-            position = Int64(row) - Int64(start)
-            if cutlass.const_expr(mA.seq_starts is not None):
-                position = position + Int64(mA.seq_starts[request])
+            position = Int64(row) - Int64(start) + Int64(first)
             if memory.in_range(position, Int64(positions)):
                 column = by_page_rows.quotient(Int32(position))
                 entry = Int32(mA.block_table[request, column])

@@ -157,12 +157,12 @@ class SparseIndices:
             count, filled, buffer = Int32(0), Int32(0), Int32(1)
             if columns > 0:  # the first batch by itself: it is mostly the only one
                 self.resolve(inputs, ids, limit, request, compressed, entries)
-                count, filled = store_by_warps(entries, gRow, Int32(0), count, filled, warp, warps, sWords[None, 0], lane, "vectors")
+                count, filled = store_by_warps(entries, gRow, Int32(0), count, filled, warp, warps, sWords[None, 0], lane)
             for first in cutlass.range(warps * each, columns, warps * each, unroll=1):
                 self.resolve(inputs, ahead, limit, request, compressed, entries)
                 if first + warps * each < columns:
                     self.load_ids(inputs, row, first + (warps + warp) * each, columns, lane, ahead)
-                count, filled = store_by_warps(entries, gRow, first, count, filled, warp, warps, sWords[None, buffer], lane, "vectors")
+                count, filled = store_by_warps(entries, gRow, first, count, filled, warp, warps, sWords[None, buffer], lane)
                 buffer = 1 - buffer
             fill(gRow, cutlass.max(count, filled), warp * WARP + lane, warps * WARP, self.vector, False)
             if cutlass.const_expr(outputs.lengths is not None):
