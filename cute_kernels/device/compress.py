@@ -152,7 +152,7 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
             unit=1, deal=264, resident=2, short=8, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
-        ratio=128, vector=vector, groups=2, batch=4, looks=4, slots=2, savers=8 if every_row else 4, save_rows=2,
+        ratio=128, vector=vector, groups=2, batch=4, looks=1, slots=2, savers=8 if every_row else 4, save_rows=2,
         unit=4, deal=128, resident=1, short=0, on_the_way=False,
     )  # fmt: skip
 

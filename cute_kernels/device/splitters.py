@@ -142,6 +142,10 @@ class RowCluster:
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()
 
+    def levels(self) -> int:
+        """Of the tree, that lie in a block of the smallest teams."""
+        return LEVELS + 1 - min(blocks for _, blocks, _ in self.steps).bit_length()
+
     def shifts(self) -> list[int]:
         """Of the teams of several blocks."""
         return sorted({blocks.bit_length() - 1 for _, blocks, _ in self.steps if blocks > 1})
@@ -172,7 +176,7 @@ class RowCluster:
         The threads' results of the left halves lie in `parts`, by level. The highest level is used by single blocks only, and only
         blocks that share windows are sent anything, to that place.
         """
-        for level in cutlass.range_constexpr(LEVELS):
+        for level in cutlass.range_constexpr(self.levels()):
             ones = cutlass.const_expr((2 << level) - 1)
             if (chunk & ones) == ones:
                 left = self.load(storage, self.room(level), HEAD_DIM // COLUMNS, tid)

@@ -30,8 +30,8 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
     if spec.ratio == 4:
         return plan
     if spec.save == "every_row":
-        return dataclasses.replace(plan, groups=1, slots=5, savers=2, resident=2)
-    return dataclasses.replace(plan, groups=1, slots=3, savers=1, save_rows=1, resident=3)
+        return dataclasses.replace(plan, groups=1, looks=4, slots=5, savers=2, resident=2)
+    return dataclasses.replace(plan, groups=1, looks=4, slots=3, savers=1, save_rows=1, resident=3)
 
 
 def splitter_of(spec: CompressStoreSpec) -> Any:
