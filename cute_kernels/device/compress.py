@@ -1,10 +1,10 @@
 """The compressor's kernel: save this step's state rows, pool the windows that close, normalise, rotate, store.
 
-One kernel for both families and both ratios. What differs is handed in as values: `Plan` (ratio, sizes, thread layout) and a row
-writer (the cache format).
+One kernel for both families and both ratios. What differs is handed in as values: `Plan` (ratio, sizes, thread layout), a splitter
+(how many blocks share a window) and a row writer (the cache format).
 
-Work is dealt out by rows: a block takes up to `rows` rows of the step. The warps of a block have roles that meet in shared memory only,
-so that no role waits for another one's loads:
+Work is dealt out by rows: a team (the blocks of a cluster, or one block) takes up to `rows` rows of the step. The warps of a block have
+roles that meet in shared memory only, so that no role waits for another one's loads:
 
 - one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
 - pooling warps wait for the ring's stages, pool, normalise, rotate and store (`consume`);
@@ -12,6 +12,7 @@ so that no role waits for another one's loads:
   the threads that pool them.
 """
 
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass.utils import SmemAllocator
 
 from cute_kernels.compile.spec import CompressStoreSpec
-from cute_kernels.device import memory, norm_rope, pdl, pooling, window_ring
+from cute_kernels.device import memory, norm_rope, pdl, pooling, splitters, window_ring
 from cute_kernels.device.slots import Divisor
 from cute_kernels.device.window_ring import WindowRing
 from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
@@ -62,11 +63,12 @@ class Plan:
     vector         fp32 numbers of a thread's access to a state row that is saved: 4 or 8
     groups         groups of 128 threads that pool, each its own rows over all columns
     batch          rows of a stage that a group pools together
+    looks          groups of 32 rows that are looked at together
     slots          stages in flight
     savers         saving warps
     save_rows      rows whose loads a saving thread has in flight together
     unit           consecutive rows that are dealt together
-    deal           blocks over which neighbouring units are dealt, and the most there are
+    deal           teams over which neighbouring units are dealt, and the most there are, where the splitter does not say
     resident       blocks that should fit on an SM at once: bounds the registers
     short          rows of a short block; 0: there are none
     on_the_way     rows are saved by the threads that pool them; saving warps take those that the step's windows do not pool whole
@@ -76,6 +78,7 @@ class Plan:
     vector: int
     groups: int
     batch: int
+    looks: int
     slots: int
     savers: int
     save_rows: int
@@ -118,26 +121,26 @@ class Plan:
             return row_count
         return row_count - cutlass.min(row_count // (LONG * self.deal), 1) * (row_count // (16 * self.short) * self.short)
 
-    def rows_of(self, row_count: Int32) -> Int32:
-        """Rows that a block takes (host), a multiple of `unit`: the same for all; `deal` blocks take those dealt evenly."""
-        stretch = self.deal * self.unit
+    def rows_of(self, row_count: Int32, deal: Int32) -> Int32:
+        """Rows that a team takes (host), a multiple of `unit`: the same for all; `deal` teams take those dealt evenly."""
+        stretch = deal * self.unit
         return cutlass.max((self.evenly(row_count) + (stretch - 1)) // stretch, 1) * self.unit
 
-    def row_of(self, block: Int32, i: Int32) -> Int32:
-        """The row that a block takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
-        on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different blocks."""
+    def row_of(self, team: Int32, i: Int32, deal: Int32, remainder=operator.mod) -> Int32:
+        """The row that a team takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
+        on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different teams."""
         turn = i // self.unit
-        return (turn * self.deal + (block + turn) % self.deal) * self.unit + i % self.unit
+        return (turn * deal + remainder(team + turn, deal)) * self.unit + i % self.unit
 
-    def blocks(self, row_count: Int32) -> Int32:
-        """Blocks for a step of `row_count` rows (host)."""
+    def teams(self, row_count: Int32, deal: Int32) -> Int32:
+        """Teams for a step of `row_count` rows (host)."""
         evenly = self.evenly(row_count)
-        blocks = cutlass.min((evenly + self.unit - 1) // self.unit, self.deal)
-        return blocks + (row_count - evenly) // self.short if self.short else blocks
+        teams = cutlass.min((evenly + self.unit - 1) // self.unit, deal)
+        return teams + (row_count - evenly) // self.short if self.short else teams
 
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
-    """Tuning, the same for both families: at most 99 KB of shared memory a block, and no clusters.
+    """Tuning of blocks that pool whole windows, the same for both families: at most 99 KB of shared memory a block, and no clusters.
 
     Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: each group of threads pools its rows of a stage.
     Where every row is saved, a row of ratio 4 is read once and saved from the ring; at ratio 128 more warps save.
@@ -145,37 +148,38 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
     if spec.ratio == 4:
         return Plan(
-            ratio=4, vector=vector, groups=1, batch=8, slots=3, savers=0 if spec.save == "none" else 2, save_rows=1,
+            ratio=4, vector=vector, groups=1, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 2, save_rows=1,
             unit=1, deal=264, resident=2, short=8, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
-        ratio=128, vector=vector, groups=2, batch=4, slots=2, savers=8 if every_row else 4, save_rows=2,
+        ratio=128, vector=vector, groups=2, batch=4, looks=1, slots=2, savers=8 if every_row else 4, save_rows=2,
         unit=4, deal=128, resident=1, short=0, on_the_way=False,
     )  # fmt: skip
 
 
 class Dealt(NamedTuple):
-    """Which rows a block takes.
+    """Which rows a team takes.
 
-    block  its number; a short block has a higher one than those that take equally many rows
+    team   its number; a short block has a higher one than those that take equally many rows
     rows   how many
     first  the first of a short block's consecutive rows; -1: rows are dealt evenly
     end    rows that are dealt evenly, or of the step
+    deal   teams over which they are dealt
     """
 
-    block: Int32
+    team: Int32
     rows: Int32
     first: Any
     end: Any
+    deal: Any
 
 
 class Shared(NamedTuple):
     """Shared memory of a block."""
 
     ring: window_ring.Storage
-    order: cute.Tensor  # [32] lanes whose rows close a window, in order
-    totals: cute.Tensor  # [warps with columns, 2] partial sums, by parity of the turn
-    parts: Any  # [columns, column threads, 3, groups] partial results on their way; None where one group pools the whole window
+    closing: cute.Tensor  # [4, rows looked at together] row, position, request and KV slot of those that close a window, in order
+    merging: splitters.Storage
 
 
 @dataclass(frozen=True)
@@ -183,6 +187,7 @@ class CompressKernel:
     """names: of the compiled function's arguments, in order. writer: from `Arguments` to a row writer."""
 
     plan: Plan
+    splitter: Any
     writer: Any
     names: tuple
     pdl: bool
@@ -192,61 +197,65 @@ class CompressKernel:
         plan = self.plan
         arguments = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
         row_count = memory.extent(arguments.state_slots)
-        self.kernel(arguments, plan.rows_of(row_count), Int32(plan.evenly(row_count)), Divisor.of(Int32(arguments.state.shape[1]))).launch(
-            grid=[plan.blocks(row_count), 1, 1],
+        blocks, deal = self.splitter.choose(row_count, plan.deal)
+        rows, evenly = plan.rows_of(row_count, deal), Int32(plan.evenly(row_count))
+        self.kernel(arguments, rows, evenly, Int32(deal), Divisor.of(Int32(arguments.state.shape[1]))).launch(
+            grid=[plan.teams(row_count, deal) * blocks, 1, 1],
             block=[plan.threads, 1, 1],
             min_blocks_per_mp=plan.resident,
             preferred_smem_carveout=-1,  # the driver's default; without a value the DSL would ask a device
             stream=args[-1],
             use_pdl=self.pdl,
+            **self.splitter.launch_options(blocks),
         )
 
     @cute.kernel
-    def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, by_state_rows: Divisor):
+    def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, by_state_rows: Divisor):
         """Each role waits for the grid in front by itself: what it reads from its parameters before, it need not fetch after."""
         plan = self.plan
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        shared = self.allocate()
+        shared, share = self.allocate(), self.splitter.share()
         plan.ring.prepare(shared.ring, tid)
-        dealt = self.dealt(mA, Int32(block), rows, evenly)
+        self.splitter.prepare(shared.merging, tid)
+        dealt = self.dealt(mA, Int32(block) >> share.shift, rows, evenly, deal)
         cute.arch.sync_threads()
         if tid < plan.pooling:
-            self.consume(mA, shared, tid)
+            self.consume(mA, shared, share, tid)
         elif tid < plan.pooling + 32:
-            self.produce(mA, shared, by_state_rows, dealt, tid % 32)
+            self.produce(mA, shared, share, by_state_rows, dealt, tid % 32)
         else:
             if cutlass.const_expr(mA.kv_score is not None):
-                self.save(mA, by_state_rows, dealt, tid - (plan.pooling + 32))
+                self.save(mA, share, by_state_rows, dealt, tid - (plan.pooling + 32))
             else:
                 pdl.begin(self.pdl, mA.independent)
         pdl.end(self.pdl, mA.independent)
 
     def allocate(self) -> Shared:
-        plan, smem = self.plan, SmemAllocator()
+        smem = SmemAllocator()
 
         def array(dtype, *shape):
             return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
 
         return Shared(
-            ring=plan.ring.allocate(array),
-            order=array(Int32, 32),
-            totals=array(Float32, COLUMN_THREADS // 32, 2),
-            parts=array(Float32, COLUMNS, COLUMN_THREADS, 3, plan.groups) if plan.groups > 1 else None,
+            ring=self.plan.ring.allocate(array),
+            closing=array(Int32, 4, 32 * self.plan.looks),
+            merging=self.splitter.allocate(array),
         )
 
-    def dealt(self, mA: Arguments, block: Int32, rows: Int32, evenly: Int32) -> Dealt:
-        """The rows of a block."""
-        short, deal, step = self.plan.short, self.plan.deal, memory.extent(mA.state_slots)
+    def dealt(self, mA: Arguments, team: Int32, rows: Int32, evenly: Int32, deal: Int32) -> Dealt:
+        """The rows of a team."""
+        short, step = self.plan.short, memory.extent(mA.state_slots)
+        deal = self.splitter.fixed(deal, self.plan.deal)
         if not short:
-            return Dealt(block, rows, -1, step)
-        even = block < deal
-        first = cutlass.select_(even, Int32(-1), evenly + (block - deal) * short)
-        return Dealt(block, cutlass.select_(even, rows, Int32(short)), first, cutlass.select_(even, evenly, step))
+            return Dealt(team, rows, -1, step, deal)
+        even = team < deal
+        first = cutlass.select_(even, Int32(-1), evenly + (team - deal) * short)
+        return Dealt(team, cutlass.select_(even, rows, Int32(short)), first, cutlass.select_(even, evenly, step), deal)
 
     def row_of(self, dealt: Dealt, i: Int32) -> Int32:
-        """The row that a block takes as its i-th."""
-        t = self.plan.row_of(dealt.block, i)
+        """The row that a team takes as its i-th."""
+        t = self.plan.row_of(dealt.team, i, dealt.deal, self.splitter.remainder)
         return cutlass.select_(dealt.first < 0, t, dealt.first + i) if self.plan.short else t
 
     def row_limit(self, mA: Arguments) -> Int32:
@@ -272,58 +281,61 @@ class CompressKernel:
         return closes & memory.in_range(kv_slot, Int64(mA.kv_cache.shape[0]) * Int64(mA.kv_cache.shape[1]))
 
     @cute.jit
-    def produce(self, mA: Arguments, shared: Shared, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
+    def produce(self, mA: Arguments, shared: Shared, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
         plan, ring = self.plan, self.plan.ring
+        own = plan.window >> share.shift  # rows of a window that this block pools
         span = cutlass.const_expr(min(32, plan.window))  # lanes of a window
-        passes = cutlass.const_expr(plan.window // span)  # rows of a lane
+        passes = cutlass.max(own // span, 1)  # rows of a lane
         together = cutlass.const_expr(32 // span)  # windows that are located together
-        stages = cutlass.const_expr(span // ring.rows)
+        stages = cutlass.min(own, span) // ring.rows
         limit = cutlass.min(self.row_limit(mA), dealt.end)
+        rows = cutlass.select_(limit > 0, dealt.rows, Int32(0))
         pdl.begin(self.pdl, mA.independent)
-        n = Int32(0)
-        for start in cutlass.range(0, dealt.rows, 32, unroll=1):
-            t = self.row_of(dealt, start + lane)
-            closes, position, request, target = Boolean(False), Int32(0), Int32(0), Int32(0)
-            if (start + lane < dealt.rows) & (t < limit):
-                fact = self.look(mA, t)
-                closes, position, request, target = self.closes(mA, fact), Int32(fact[1]), fact[2], Int32(fact[3])
-            mask = Int32(cute.arch.vote_ballot_sync(closes))
-            count = cute.arch.popc(mask)
-            if closes:
-                shared.order[cute.arch.popc(mask & ((Int32(1) << lane) - 1))] = lane
+        n, turn = Int32(0), Int32(0)
+        for start in cutlass.range(0, rows, 32 * plan.looks, unroll=1):
+            count = Int32(0)
+            times = [self.row_of(dealt, start + 32 * q + lane) for q in range(plan.looks)]
+            facts = [self.look(mA, cutlass.min(t, limit - 1)) for t in times]  # all loads are under way before the first is waited for
+            for q in cutlass.range_constexpr(plan.looks):
+                closes = (start + 32 * q + lane < rows) & (times[q] < limit) & self.closes(mA, facts[q])
+                mask = Int32(cute.arch.vote_ballot_sync(closes))
+                if closes:
+                    place = count + cute.arch.popc(mask & ((Int32(1) << lane) - 1))
+                    shared.closing[0, place] = times[q]
+                    for i in cutlass.range_constexpr(1, 4):
+                        shared.closing[i, place] = Int32(facts[q][i])
+                count += cute.arch.popc(mask)
             cute.arch.sync_warp()
             for first in cutlass.range(0, count, together, unroll=1):
-                source = shared.order[cutlass.min(first + lane // span, count - 1)]
-                t_closing, request_closing = cute.arch.shuffle_sync(t, source), cute.arch.shuffle_sync(request, source)
-                closing, kv_slot = cute.arch.shuffle_sync(position, source), cute.arch.shuffle_sync(target, source)
+                which = cutlass.min(first + lane // span, count - 1)
+                t_closing, closing, request_closing, kv_slot = (shared.closing[i, which] for i in range(4))
                 angles = cute.make_rmem_tensor(cute.make_layout(ROPE_DIM // span), Float32)
                 angle_row = memory.base_address(mA.cos_sin) + Int64(closing - (plan.ratio - 1)) * memory.byte_stride(mA.cos_sin, 0)
                 for q in cutlass.range_constexpr(ROPE_DIM // span):
                     angles[q] = memory.at(angle_row + Int64(lane % span) * 4, Float32, ROPE_DIM, alignment=4)[q * span]
-                addresses, goals = [Int64(0)] * passes, [Int64(0)] * passes
-                for p in cutlass.range_constexpr(passes):
-                    k = p * span + lane % span
-                    addresses[p], goals[p] = self.locate(mA, by_state_rows, t_closing, closing, request_closing, k)
-                for w in cutlass.range_constexpr(together):
-                    if first + w < count:
-                        mine = lane - w * span
-                        target_slot = cute.arch.shuffle_sync(kv_slot, w * span)
-                        for p in cutlass.range_constexpr(passes):
-                            address = addresses[p]
+                for p in cutlass.range(passes, unroll=1):
+                    k = share.rank * own + p * span + lane % span
+                    address, goal = self.locate(
+                        mA, by_state_rows, t_closing, closing, request_closing, cutlass.min(k, Int32(plan.window - 1))
+                    )
+                    values = (address & -4) + plan.half(lane % span) * 4
+                    for w in cutlass.range_constexpr(together):
+                        if first + w < count:
+                            mine = lane - w * span
+                            target_slot = cute.arch.shuffle_sync(kv_slot, w * span)
                             from_step = Int32(cute.arch.vote_ballot_sync((address & STEP_ROW) != 0)) >> (w * span)
                             excluded = Int32(cute.arch.vote_ballot_sync((address & EXCLUDED) != 0)) >> (w * span)
-                            values = (address & -4) + plan.half(lane % span) * 4
                             for s in cutlass.range(stages, unroll=1):
                                 ring.wait_empty(shared.ring, n)
                                 row = cutlass.select_(memory.in_range(mine, span), mine - s * ring.rows, Int32(-1))
-                                ring.fetch(shared.ring, n, values, values + plan.width * 4, goals[p], row, lane)
-                                if cutlass.const_expr(p == 0):
-                                    if (s == 0) & memory.in_range(mine, span):
-                                        for q in cutlass.range_constexpr(ROPE_DIM // span):
-                                            shared.ring.rotation[q * span + mine, n % ring.slots] = angles[q]
+                                ring.fetch(shared.ring, n, values, values + plan.width * 4, goal, row, lane)
+                                if (p == 0) & (s == 0) & memory.in_range(mine, span):
+                                    for q in cutlass.range_constexpr(ROPE_DIM // span):
+                                        shared.ring.rotation[q * span + mine, turn % ring.slots] = angles[q]
                                 words = (Int32(0), target_slot, from_step >> (s * ring.rows), excluded >> (s * ring.rows))
                                 ring.publish(shared.ring, n, words, lane)
                                 n += 1
+                            turn += cutlass.select_(p == passes - 1, Int32(1), Int32(0))
             cute.arch.sync_warp()
         ring.end(shared.ring, n, lane)
 
@@ -377,49 +389,65 @@ class CompressKernel:
     # Pooling
 
     @cute.jit
-    def consume(self, mA: Arguments, shared: Shared, tid: Int32):
+    def consume(self, mA: Arguments, shared: Shared, share: splitters.Share, tid: Int32):
         plan, ring = self.plan, self.plan.ring
-        stages = cutlass.const_expr(plan.window // ring.rows)
+        stages = cutlass.const_expr(plan.window // ring.rows // self.splitter.chunks)  # of a chunk
+        chunks = self.splitter.chunks >> share.shift  # of a window that this block pools
         group = tid // COLUMN_THREADS
         column = tid % COLUMN_THREADS * COLUMNS
+        owned = share.rank * (HEAD_DIM >> share.shift) + (tid & ((COLUMN_THREADS >> share.shift) - 1)) * COLUMNS
+        first = share.rank * (plan.window >> share.shift) + group * plan.batch  # row
         pdl.begin(self.pdl, mA.independent)
-        weight = norm_rope.load_weight(mA.norm_weight, column, COLUMNS)
-        bias = cute.make_rmem_tensor(cute.make_layout((COLUMNS, plan.batch)), Float32)
-        self.load_bias(mA, group * plan.batch, column, bias)
+        early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
+        weight = norm_rope.load_weight(mA.norm_weight, owned, COLUMNS) if early else None
+        shape = cute.make_layout((COLUMNS, plan.batch))
+        bias = cute.make_rmem_tensor(shape, Float32)
+        self.load_bias(mA, first, column, bias)
         n, turn = Int32(0), Int32(0)
         ring.wait_full(shared.ring, n)
         flags = shared.ring.notes[0, 0]
         while flags != window_ring.END:
             kv_slot = shared.ring.notes[1, n % ring.slots]
-            rotation = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
-            rotation.fill(0.0)
-            if column >= NOPE_DIM:
-                for j in cutlass.range_constexpr(COLUMNS // 2):
-                    rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, n % ring.slots]
-                    rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, n % ring.slots]
+            rotation = self.load_rotation(shared, turn, owned) if early else None
             partial = pooling.Partial.empty(COLUMNS)
-            for stage in cutlass.range(stages, unroll=1):
-                coming = cute.make_rmem_tensor(cute.make_layout((COLUMNS, plan.batch)), Float32)
-                if cutlass.const_expr(stages > 1):
-                    following = (stage + 1) % stages
-                    self.load_bias(mA, following * ring.rows + group * plan.batch, column, coming)
-                    ring.wait_full(shared.ring, n)
-                shape = cute.make_layout((COLUMNS, plan.batch))
-                values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-                from_step = shared.ring.notes[2, n % ring.slots] >> (group * plan.batch)
-                excluded = shared.ring.notes[3, n % ring.slots] >> (group * plan.batch)
-                ring.read(shared.ring, n, group * plan.batch, column, values, logits)
-                if cutlass.const_expr(plan.on_the_way):
-                    self.save_pooled(shared, n, group * plan.batch, column, bias, values, logits)
-                self.add_rows(from_step, excluded, bias, values, logits, partial, stages == 1)
-                ring.release(shared.ring, n)
-                if cutlass.const_expr(stages > 1 and mA.kv_score is not None):
-                    cute.autovec_copy(coming, bias)
-                n += 1
-            self.finish(mA, shared, partial, kv_slot, column, weight, rotation, turn, tid)
+            for chunk in cutlass.range(chunks, unroll=1):
+                for fragment, value in zip(partial, (pooling.NEG_INF, 0.0, 0.0), strict=True):
+                    fragment.fill(value)
+                for stage in cutlass.range(stages, unroll=1):
+                    coming = cute.make_rmem_tensor(shape, Float32)
+                    if cutlass.const_expr(plan.window > ring.rows):
+                        following = chunk * stages + stage + 1
+                        following = cutlass.select_(following == chunks * stages, Int32(0), Int32(following))
+                        self.load_bias(mA, first + following * ring.rows, column, coming)
+                        ring.wait_full(shared.ring, n)
+                    values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
+                    from_step = shared.ring.notes[2, n % ring.slots] >> (group * plan.batch)
+                    excluded = shared.ring.notes[3, n % ring.slots] >> (group * plan.batch)
+                    ring.read(shared.ring, n, group * plan.batch, column, values, logits)
+                    if cutlass.const_expr(plan.on_the_way):
+                        self.save_pooled(shared, n, group * plan.batch, column, bias, values, logits)
+                    self.add_rows(from_step, excluded, bias, values, logits, partial, plan.window == ring.rows)
+                    ring.release(shared.ring, n)
+                    if cutlass.const_expr(plan.window > ring.rows and mA.kv_score is not None):
+                        cute.autovec_copy(coming, bias)
+                    n += 1
+                self.splitter.fold(shared.merging, share, partial, chunk, tid)
+            self.splitter.gather(shared.merging, share, partial, turn, tid)
+            self.finish(mA, shared, share, partial, kv_slot, owned, weight, rotation, turn, tid)
             turn += 1
             ring.wait_full(shared.ring, n)
             flags = shared.ring.notes[0, n % ring.slots]
+
+    @cute.jit
+    def load_rotation(self, shared: Shared, turn: Int32, column: Int32) -> cute.Tensor:
+        """Cosines, then sines, of a thread's pairs in the window of this turn."""
+        rotation = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
+        rotation.fill(0.0)
+        if column >= NOPE_DIM:
+            for j in cutlass.range_constexpr(COLUMNS // 2):
+                rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, turn % self.plan.slots]
+                rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, turn % self.plan.slots]
+        return rotation
 
     @cute.jit
     def save_pooled(
@@ -462,27 +490,25 @@ class CompressKernel:
         self,
         mA: Arguments,
         shared: Shared,
-        partial: pooling.Partial,
+        share: splitters.Share,
+        total: pooling.Partial,
         kv_slot: Int32,
         column: Int32,
-        weight: cute.Tensor,
-        rotation: cute.Tensor,
+        weight: Any,
+        rotation: Any,
         turn: Int32,
         tid: Int32,
     ):
-        """Merge partial results, normalise and rotate the pooled row, and write it into the cache."""
-        plan = self.plan
-        if cutlass.const_expr(shared.parts is not None):
-            pooling.merge_groups(partial, shared.parts, plan.pooling, tid)
+        """Normalise and rotate the pooled row, and write it into the cache."""
+        if cutlass.const_expr(weight is None):
+            weight, rotation = norm_rope.load_weight(mA.norm_weight, column, COLUMNS), self.load_rotation(shared, turn, column)
         pooled = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
         for c in cutlass.range_constexpr(COLUMNS):
-            pooled[c] = partial.product[c] * cute.arch.rcp_approx(partial.weight[c])
-        squares = norm_rope.square_sum(pooled)
-        squares = cute.arch.warp_reduction_sum(squares, threads_in_group=32)
-        slots = shared.totals[None, turn % 2]
-        pooling.share_sum(squares, slots, plan.pooling, tid)
-        if tid < COLUMN_THREADS:
-            norm_rope.normalise_rotate(pooled, pooling.total_of(slots), mA.eps, weight, column >= NOPE_DIM, rotation)
+            pooled[c] = total.product[c] * cute.arch.rcp_approx(total.weight[c])
+        squares = cute.arch.warp_reduction_sum(norm_rope.square_sum(pooled), threads_in_group=splitters.SUM_THREADS)
+        squares = self.splitter.sum(shared.merging, share, squares, turn, tid)
+        if self.splitter.owns(share, tid):
+            norm_rope.normalise_rotate(pooled, squares, mA.eps, weight, column >= NOPE_DIM, rotation)
             self.writer(mA).write(mA.kv_cache, Uint32(kv_slot), column, pooled, tid % 32)
 
     def ape_address(self, mA: Arguments, place: Int32, column: Int32) -> Int64:
@@ -492,8 +518,8 @@ class CompressKernel:
     # Saving
 
     @cute.jit
-    def save(self, mA: Arguments, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
-        """Copy this block's rows that are to be saved into the state pool, APE added to the scores by a plain addition."""
+    def save(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
+        """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition."""
         plan = self.plan
         lane, columns = tid % 32, plan.vector
         row_threads = cutlass.const_expr(min(32 * plan.savers, plan.width // columns))
@@ -503,10 +529,12 @@ class CompressKernel:
         limit = self.row_limit(mA)
         shape = cute.make_layout((columns, pieces, plan.save_rows))
         pdl.begin(self.pdl, mA.independent)
-        for start in cutlass.range(0, dealt.rows, 32, unroll=1):
-            t = self.row_of(dealt, start + lane)
+        blocks = 1 << share.shift
+        for start in cutlass.range(0, (dealt.rows + (blocks - 1)) >> share.shift, 32, unroll=1):
+            i = ((start + lane) << share.shift) + share.rank
+            t = self.row_of(dealt, i)
             target, place = Int64(0), Int32(0)
-            if (start + lane < dealt.rows) & (t < cutlass.min(limit, dealt.end)):
+            if (i < dealt.rows) & (t < cutlass.min(limit, dealt.end)):
                 slot, position, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
                 if self.is_real(mA, slot, position, request) & (slot < self.state_rows(mA)):
                     saved = Boolean(True)

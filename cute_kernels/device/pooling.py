@@ -105,14 +105,6 @@ def merge_groups(partial: Partial, parts: cute.Tensor, threads: cutlass.Constexp
 
 
 @cute.jit
-def share_sum(partial: Float32, slots: cute.Tensor, threads: cutlass.Constexpr, tid: Int32):
-    """Put the sum of each warp with columns, which its first thread has, into `slots` [warps]. A barrier of `threads` pooling threads."""
-    if (tid % 32 == 0) & (tid // 32 < cute.size(slots)):
-        slots[tid // 32] = partial
-    cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-
-
-@cute.jit
 def total_of(slots: cute.Tensor) -> Float32:
     """The sum of all slots, always in the same order."""
     total = slots[0]

@@ -23,7 +23,7 @@ class Storage(NamedTuple):
     """Shared memory of a ring."""
 
     rows: cute.Tensor  # [512, 2 (values, scores), rows, slots] fp32
-    rotation: cute.Tensor  # [64, slots] of a window, in its first stage's slot
+    rotation: cute.Tensor  # [64, slots] of a window, the turn-th of the kernel in turn % slots
     notes: cute.Tensor  # [4, slots]
     goals: cute.Tensor | None  # [rows, slots] byte addresses to which the pooling threads save a stage's rows, 0: they do not
     full: cute.Tensor  # [slots] barriers

@@ -1,11 +1,20 @@
-"""`compress_store` for the SM100 family: full rows, BF16 or FP8."""
+"""`compress_store` for the SM100 family: full rows, BF16 or FP8; windows of ratio 128 are split over clusters."""
 
+import dataclasses
 from typing import Any
 
 from cute_kernels.compile.spec import CompressStoreSpec
-from cute_kernels.device.compress import Arguments, CompressKernel, plan_of
+from cute_kernels.device import compress, splitters
+from cute_kernels.device.compress import Arguments, CompressKernel, Plan
 from cute_kernels.device.compress_arguments import fake_arguments
 from cute_kernels.device.row_writers import Bf16Row, Fp8Row
+
+# Blocks that share a window, and teams of them, by the most rows of a step and by what is saved: few windows are spread over many blocks.
+STEPS = {
+    "policy": ((4096, 8, 32), (16384, 4, 32), (2**31 - 1, 1, 512)),
+    "every_row": ((4096, 8, 32), (2**31 - 1, 2, 128)),
+    "none": ((4096, 8, 32), (2**31 - 1, 2, 64)),
+}
 
 
 def bf16_writer(arguments: Arguments) -> Bf16Row:
@@ -16,11 +25,27 @@ def fp8_writer(arguments: Arguments) -> Fp8Row:
     return Fp8Row(arguments.inverse_kv_scale, via_bf16=True)
 
 
+def plan_of(spec: CompressStoreSpec) -> Plan:
+    plan = compress.plan_of(spec)
+    if spec.ratio == 4:
+        return plan
+    if spec.save == "every_row":
+        return dataclasses.replace(plan, groups=1, looks=4, slots=5, savers=2, resident=2)
+    return dataclasses.replace(plan, groups=1, looks=4, slots=3, savers=1, save_rows=1, resident=3)
+
+
+def splitter_of(spec: CompressStoreSpec) -> Any:
+    if spec.ratio == 4:
+        return splitters.OneBlock(plan_of(spec).pooling)
+    return splitters.RowCluster(STEPS[spec.save])
+
+
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:
     """The host function of `spec` and fake arguments for `cute.compile`."""
     plan = plan_of(spec)
     kernel = CompressKernel(
         plan=plan,
+        splitter=splitter_of(spec),
         writer=fp8_writer if spec.kv_format == "fp8" else bf16_writer,
         names=spec.argument_names,
         pdl=spec.pdl,

@@ -1,4 +1,4 @@
-"""The plans of `compress_store`: every row of a step goes to one block, and closing rows spread evenly."""
+"""The plans of `compress_store`: every row of a step goes to one team of blocks, and closing rows spread evenly."""
 
 from __future__ import annotations
 
@@ -7,58 +7,72 @@ import collections
 import pytest
 
 from cute_kernels.compile.spec import CompressStoreSpec
-from cute_kernels.device.compress import plan_of
 from cute_kernels.target import Target
+from tests.support.compress_plan import dealt, plan_of, split_of
+
+FORMATS = {"sm100": "bf16", "sm120": "fp8_ds_mla"}
+COUNTS = [1, 2, 3, 4, 5, 127, 128, 255, 256, 257, 263, 264, 265, 1000, 2048, 8191, 8192, 8193, 32768]
 
 
-def plans() -> list:
-    target = Target.named("sm100")
+def specs() -> list:
     found = []
-    for ratio in (4, 128):
-        for save in ("policy", "every_row"):
-            found.append(pytest.param(plan_of(CompressStoreSpec(target, ratio=ratio, save=save)), id=f"{ratio}-{save}"))
+    for family, kv_format in FORMATS.items():
+        for ratio in (4, 128):
+            for save in ("policy", "every_row"):
+                spec = CompressStoreSpec(Target.named(family), ratio=ratio, kv_format=kv_format, save=save)
+                found.append(pytest.param(spec, id=f"{family}-{ratio}-{save}"))
     return found
 
 
-def dealt(plan, count: int) -> list[list[int]]:
-    """The rows of each block that lie in the step."""
-    evenly = plan.evenly(count)
-    of = [[plan.row_of(c, i) for i in range(plan.rows_of(count))] for c in range(min(plan.blocks(count), plan.deal))]
-    even = [[t for t in rows if t < evenly] for rows in of]
-    return even + [list(range(first, first + plan.short)) for first in range(evenly, count, plan.short or 1)]
-
-
-@pytest.mark.parametrize("plan", plans())
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 127, 128, 255, 256, 257, 263, 264, 265, 1000, 2048, 8191, 8192, 8193, 32768])
-def test_every_row_is_dealt_once(plan, count: int) -> None:
-    found = collections.Counter(t for rows in dealt(plan, count) for t in rows)
+@pytest.mark.parametrize("spec", specs())
+@pytest.mark.parametrize("count", COUNTS)
+def test_every_row_is_dealt_once(spec: CompressStoreSpec, count: int) -> None:
+    found = collections.Counter(t for rows in dealt(spec, count) for t in rows)
     assert sorted(found) == list(range(count)) and set(found.values()) == {1}
 
 
-@pytest.mark.parametrize("plan", plans())
+@pytest.mark.parametrize("spec", specs())
+@pytest.mark.parametrize("count", COUNTS)
+def test_steps_fill_one_wave(spec: CompressStoreSpec, count: int) -> None:
+    """Of some 130 SMs; blocks of long steps start where others have ended. Small steps with few windows are spread over many blocks."""
+    plan, (blocks, deal) = plan_of(spec), split_of(spec, count)
+    assert min(plan.teams(count, deal), deal) * blocks <= (plan.resident + (count > 16384)) * 132
+    assert spec.ratio == 4 or spec.target.family == "sm120" or plan.teams(count, deal) * blocks >= min(2 * count, 128)
+
+
+@pytest.mark.parametrize("spec", specs())
 @pytest.mark.parametrize("count", [1, 264, 8192, 12671, 12672, 12700, 32768, 100_001])
-def test_long_steps_end_in_short_blocks(plan, count: int) -> None:
+def test_long_steps_end_in_short_blocks(spec: CompressStoreSpec, count: int) -> None:
+    plan, (_, deal) = plan_of(spec), split_of(spec, count)
     left = count - plan.evenly(count)
-    assert left == (plan.short * (plan.blocks(count) - plan.deal) if left else 0)
-    assert (left > 0) == (plan.ratio == 4 and count >= 48 * plan.deal) and left <= count / 16
+    assert left == (plan.short * (plan.teams(count, deal) - deal) if left else 0)
+    assert (left > 0) == (plan.ratio == 4 and count >= 48 * deal) and left <= count / 16
 
 
-@pytest.mark.parametrize("plan", plans())
-def test_closing_rows_of_a_long_prompt_spread_evenly(plan) -> None:
-    for first in range(0, plan.ratio, max(1, plan.ratio // 8)):
-        closing = [sum((first + t + 1) % plan.ratio == 0 for t in rows) for rows in dealt(plan, 8192)]
-        assert max(closing) <= -(-8192 // plan.ratio // plan.deal) + 1
+@pytest.mark.parametrize("spec", specs())
+def test_closing_rows_of_a_long_prompt_spread_evenly(spec: CompressStoreSpec) -> None:
+    _, deal = split_of(spec, 8192)
+    for first in range(0, spec.ratio, max(1, spec.ratio // 8)):
+        closing = [sum((first + t + 1) % spec.ratio == 0 for t in rows) for rows in dealt(spec, 8192)]
+        assert max(closing) <= -(-8192 // spec.ratio // deal) + 1
 
 
-@pytest.mark.parametrize("plan", plans())
-def test_leading_rows_of_a_padded_step_spread_over_the_blocks(plan) -> None:
-    live = [sum(t < 256 for t in rows) for rows in dealt(plan, 8192)]
-    assert max(live) <= max(plan.unit, -(-256 // plan.deal // plan.unit) * plan.unit)
+@pytest.mark.parametrize("spec", specs())
+def test_leading_rows_of_a_padded_step_spread_over_the_teams(spec: CompressStoreSpec) -> None:
+    plan, (_, deal) = plan_of(spec), split_of(spec, 8192)
+    live = [sum(t < 256 for t in rows) for rows in dealt(spec, 8192)]
+    assert max(live) <= max(plan.unit, -(-256 // deal // plan.unit) * plan.unit)
 
 
-@pytest.mark.parametrize("plan", plans())
-def test_sizes_agree(plan) -> None:
-    """What the kernel divides leaves no rest."""
+@pytest.mark.parametrize("spec", specs())
+def test_sizes_agree(spec: CompressStoreSpec) -> None:
+    """What the kernel divides leaves no rest, however many blocks share a window."""
+    plan = plan_of(spec)
     stage = plan.groups * plan.batch
     assert plan.window % stage == 0 and min(32, plan.window) % stage == 0
     assert 1 <= plan.slots <= plan.pooling and plan.threads <= 1024
+    assert plan.savers & (plan.savers - 1) == 0, "saving warps share rows evenly"
+    for count in COUNTS:
+        blocks, _ = split_of(spec, count)
+        assert blocks in (1, 2, 4, 8) and (blocks == 1 or plan.groups == 1)
+        assert plan.window // blocks % stage == 0

@@ -15,13 +15,13 @@ import torch
 from cute_kernels import ops
 from cute_kernels.compile.matrix import support_matrix
 from cute_kernels.compile.spec import CompressStoreSpec
-from cute_kernels.device.compress import plan_of
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target
 from ptx_emulator import FOREIGN, Memory
 from tests.emulator.emulated import Coverage, at_alignment, emulated, prepare, sparse
-from tests.support.compress import CompressCase, make_compress_case
+from tests.support.compress import CompressCase, lengthened, make_compress_case
 from tests.support.compress_check import check_compress, expected
+from tests.support.compress_plan import plan_of, split_of
 from tests.support.pools import owned_bytes
 from tests.support.steps import Request, mix
 
@@ -64,29 +64,30 @@ def aligned(case: CompressCase, alignment: int) -> CompressCase:
 
 
 def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
-    """Three blocks with nine rows each, every one of which closes a ratio-4 window; the rows of all other blocks are padding.
+    """Three teams with nine rows each, every one of which closes a ratio-4 window; the rows of all other teams are padding.
 
     More windows than a ring has stages, and more rows than a block saves together. (A window of ratio 128 has many stages by itself.)
     """
-    plan = plan_of(spec)
-    rows = {plan.row_of(block, i) for block in range(3) for i in range(9)}
+    plan, (_, deal) = plan_of(spec), split_of(spec, 1)
+    rows = {plan.row_of(team, i, deal) for team in range(3) for i in range(9)}
     count = max(rows) + 1
+    assert split_of(spec, count)[1] == deal
     case = make_compress_case([Request(4 * (k % 5) + 3, 1) for k in range(count)], seed=9, **options)
     case.state_slots[[t for t in range(count) if t not in rows]] = -1
     return case
 
 
 def long_step(spec: CompressStoreSpec, **options: Any) -> CompressCase:
-    """A step whose blocks take more than 32 rows: twelve of block 0 close a window, in either pass; the rest is padding."""
-    plan = plan_of(spec)
+    """A step whose teams take more than 32 rows: twelve of team 0 close a window, in either pass; the rest is padding."""
+    plan, (_, deal) = plan_of(spec), split_of(spec, 1)
     late = 47 if plan.short else 32  # with short blocks behind
-    rows = [plan.row_of(0, i) for i in (*range(6), *range(late, late + 6))]
+    rows = [plan.row_of(0, i, deal) for i in (*range(6), *range(late, late + 6))]
     requests, at = [], 0
     for k, t in enumerate(sorted(rows)):
         requests += [Request(0, t - at)] * (t > at) + [Request(spec.ratio * (k % 3 + 1) - 1, 1)]
         at = t + 1
     case = make_compress_case(requests, seed=10, **options)
-    assert plan.rows_of(at) > 32
+    assert plan.rows_of(at, deal) > 32 and split_of(spec, at)[1] == deal
     case.state_slots[[t for t in range(at) if t not in rows]] = -1
     return case
 
@@ -113,6 +114,8 @@ def cases(spec: CompressStoreSpec) -> list[CompressCase]:
         make_compress_case([Request(9 * ratio - 3, 6)], state_block=3, page_rows=5, seed=6, **common),
         crowded(spec, **common),
     ]
+    one = make_compress_case(decode[1:2], seed=12, **common)
+    made += [lengthened(one, count) for count in (4097, 16385) if split_of(spec, count) != split_of(spec, 1)]
     return [aligned(c, spec.vector_bytes) for c in made]
 
 
@@ -187,6 +190,23 @@ def test_both_ends_of_the_approximate_functions(target: Target, end: str) -> Non
     for ratio in (4, 128):
         case = make_compress_case([Request(3 * ratio - 2, 4)], ratio=ratio, kv_format=FORMATS[target.family][-1], seed=7)
         check_compress(case, run(case, target, approximation=end))
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_bytes_do_not_depend_on_the_length_of_the_step(target: Target) -> None:
+    """However many blocks share a window: the sums have one order."""
+    kv_format = FORMATS[target.family][0]
+    spec = CompressStoreSpec(target, ratio=128, kv_format=kv_format, save="policy")
+    case = make_compress_case([Request(0, 130), Request(250, 7)], ratio=128, kv_format=kv_format, save=POLICY, seed=11)
+    want = run(case, target)
+    check_compress(case, want)
+    splits = {split_of(spec, 137)[0]}
+    for count in (4097, 16385):
+        splits.add(split_of(spec, count)[0])
+        got = run(lengthened(case, count), target)
+        assert torch.equal(got.kv_storage, want.kv_storage)
+        assert np.array_equal(got.state_storage.numpy().view(np.int32), want.state_storage.numpy().view(np.int32))
+    assert len(splits) == (3 if target.family == "sm100" else 1)
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -90,19 +90,19 @@ def test_bad_arguments_are_refused_by_the_host_code_of_the_kernel(target: str) -
 
 
 def test_launch_configuration_is_that_of_the_product() -> None:
-    """Grid, programmatic dependent launch and shared memory as the compiled host code asks for them."""
+    """Grid, cluster, programmatic dependent launch and shared memory as the compiled host code asks for them."""
     from cute_kernels.compile import cache, loader
     from cute_kernels.compile.spec import CompressStoreSpec
-    from cute_kernels.device.compress import plan_of
+    from tests.support.compress_plan import plan_of, split_of
 
     case = make_compress_case([Request(0, 300)], ratio=128, kv_format="bf16")
     with emulated("sm_100a"):
         ops.compress_store(*case.args(), **case.kwargs())
         spec = CompressStoreSpec(Target("sm100", "sm_100a"), 32, ratio=128)
         record = cache.get(spec).launches[-1]  # type: ignore[attr-defined]
-    plan = plan_of(spec)
-    assert record.cluster == (1, 1, 1)
-    assert record.pdl and record.grid[0] == min(-(-300 // plan.unit), plan.deal) and record.block[0] == plan.threads
+    plan, (blocks, deal) = plan_of(spec), split_of(spec, 300)
+    assert record.pdl and record.grid[0] == plan.teams(300, deal) * blocks and record.block[0] == plan.threads
+    assert record.cluster == (blocks, 1, 1) and blocks > 1
     assert record.dynamic_shared <= spec.target.shared_bytes
     assert loader.executor() is loader.load_with_tvm_ffi
     assert torch.isfinite(case.kv_cache[case.kv_slots.max() // case.pool.page_rows].float()).any()

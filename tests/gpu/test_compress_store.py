@@ -13,7 +13,7 @@ from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.reference import quant
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target
-from tests.support.compress import CompressCase, make_compress_case
+from tests.support.compress import CompressCase, lengthened, make_compress_case
 from tests.support.compress_check import check_compress
 from tests.support.pools import owned_bytes
 from tests.support.steps import Request, mix
@@ -179,6 +179,48 @@ def test_repeated_runs_are_bit_equal(family: str, kv_format: str, ratio: int) ->
     first = run(case, family)
     for _ in range(50):
         assert same_storages(run(case, family), first)
+
+
+@formats
+@ratios
+def test_bytes_do_not_depend_on_the_length_of_the_step(family: str, kv_format: str, ratio: int) -> None:
+    """However many blocks share a window: the sums have one order."""
+    case = make(mix(900, 30, ratio=ratio, seed=6), ratio, kv_format).to("cuda")
+    want = run(case, family)
+    for count in (4096, 4097, 16384, 16385, 40000):
+        assert same_storages(run(lengthened(case, count), family), want), count
+
+
+@formats
+@ratios
+@pytest.mark.parametrize("tokens", [256, 2048, 8192, 12000])
+def test_windows_under_load(family: str, kv_format: str, ratio: int, tokens: int) -> None:
+    """Launches on each other's heels, every row saved, over rotating inputs: bit for bit what launches by themselves give."""
+    requests = mix(tokens, 200, ratio=ratio, seed=1) if tokens == 256 else [Request(37 * i, tokens // 4) for i in range(4)]
+    cases = [make(requests, ratio, kv_format).to("cuda").clone() for _ in range(3)]
+    for case in cases[1:]:
+        case.kv_score.normal_()
+        case.state.normal_()
+    wanted = []
+    for case in cases:
+        wanted.append(run(case, family))
+        torch.cuda.synchronize()
+    got = [case.clone() for case in cases]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(24):
+            one = got[i % len(got)]
+            ops.compress_store(*one.args(), **one.kwargs(), target=Target(family, "sm_90a"))
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(60):
+        for one, case in zip(got, cases, strict=True):
+            one.kv_storage.copy_(case.kv_storage)
+        graph.replay()
+        for one, want in zip(got, wanted, strict=True):
+            wrong += (one.kv_storage != want.kv_storage).sum() + (
+                one.state_storage.view(torch.int32) != want.state_storage.view(torch.int32)
+            ).sum()
+    assert wrong.item() == 0
 
 
 @formats

@@ -110,6 +110,16 @@ class CompressCase:
         return self._map(lambda x: move_with_strides(x, device))
 
 
+def lengthened(case: CompressCase, count: int) -> CompressCase:
+    """The same rows in a step of `count` rows, all others padding: slots that say so, and beyond the end of all other per-row tensors."""
+    slots = case.state_slots.new_full((count,), -1)
+    slots[: len(case.state_slots)] = case.state_slots
+    scores = None if case.kv_score is None else case.kv_score.new_full((count, case.kv_score.shape[1]), float("nan"))
+    if scores is not None:
+        scores[: len(case.kv_score)] = case.kv_score
+    return dataclasses.replace(case, state_slots=slots, kv_score=scores, cache=case.cache)
+
+
 def move_with_strides(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """`x` on `device` with its strides: what lies between its rows travels along."""
     if x.is_contiguous():

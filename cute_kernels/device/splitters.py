@@ -1,0 +1,243 @@
+"""How a window of ratio 128 is split over blocks, by rows, and how they merge what they pooled and agree on one sum.
+
+A splitter is a value handed to the kernel. A window falls into chunks, whose partial results are folded in pairs, pairs of pairs and so on,
+inside a block as between blocks, each of which has a subtree: so the bytes of a cache row do not depend on the split. Windows are
+counted by `turn`. Only the threads that pool call, but for `choose` and `launch_options` (host) and `prepare`.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from cute_kernels.device import convert, pooling
+from cute_kernels.kv_format import HEAD_DIM
+
+COLUMNS = 4  # of a thread
+SUM_THREADS = 16  # threads whose sums of squares are added by shuffles: 64 columns
+SUMS = HEAD_DIM // COLUMNS // SUM_THREADS
+LEVELS = 3  # of the tree that folds the results of a window's chunks
+
+
+class Share(NamedTuple):
+    """What a block does of a window: it is the `rank`-th of 2^shift that share it."""
+
+    rank: Any
+    shift: Any
+
+
+class Storage(NamedTuple):
+    """Shared memory of a splitter."""
+
+    totals: cute.Tensor  # [8, 2] sums of squares of 64 columns each, by parity of the turn
+    barriers: cute.Tensor  # [4]: of the sums, then of the parts, by parity of the turn
+    parts: Any  # [floats] partial results on their way
+
+
+def merge(left: pooling.Partial, right: pooling.Partial) -> None:
+    """Fold `right` into `left`."""
+    for c in range(COLUMNS):
+        pooling.merge(left, c, [(right.peak[c], right.weight[c], right.product[c])])
+
+
+@dataclass(frozen=True)
+class OneBlock:
+    """One block pools whole windows, each group of threads its own rows. No cluster: SM120. threads: those that pool."""
+
+    threads: int
+    chunks = 1
+    remainder = staticmethod(operator.mod)
+
+    def fixed(self, deal: Int32, planned: int):
+        """Teams, as a constant if it is one."""
+        return planned
+
+    def choose(self, row_count: Int32, deal: int):
+        """Blocks that share a window, and teams (host)."""
+        return 1, deal
+
+    def launch_options(self, blocks) -> dict:
+        return {}
+
+    def share(self) -> Share:
+        return Share(0, 0)
+
+    def allocate(self, array) -> Storage:
+        parts = array(Float32, 3 * COLUMNS * self.threads) if self.threads * COLUMNS > HEAD_DIM else None
+        return Storage(array(Float32, SUMS, 2), None, parts)
+
+    def prepare(self, storage: Storage, tid: Int32) -> None:
+        """Nothing to prepare."""
+
+    def owns(self, share: Share, tid: Int32) -> Boolean:
+        return tid < HEAD_DIM // COLUMNS
+
+    def fold(self, storage: Storage, share: Share, partial: pooling.Partial, chunk, tid: Int32) -> None:
+        """The only chunk is the window."""
+
+    @cute.jit
+    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32):
+        """Merge the groups of the block; the first group holds the result."""
+        groups = cutlass.const_expr(self.threads * COLUMNS // HEAD_DIM)
+        if cutlass.const_expr(groups > 1):
+            parts = cute.make_tensor(storage.parts.iterator, cute.make_layout((COLUMNS, HEAD_DIM // COLUMNS, 3, groups)))
+            pooling.merge_groups(partial, parts, self.threads, tid)
+
+    @cute.jit
+    def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
+        slots = storage.totals[None, turn % 2]
+        if (tid % SUM_THREADS == 0) & (tid // SUM_THREADS < SUMS):
+            slots[tid // SUM_THREADS] = squares
+        cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
+        return pooling.total_of(slots)
+
+
+@dataclass(frozen=True)
+class RowCluster:
+    """A cluster of blocks, as many as the step's row count asks for, each with its share of a window's rows; afterwards each owns
+    512 / blocks columns. One group of 128 threads pools.
+
+    Partial results and sums travel by asynchronous stores into distributed shared memory, counted by transaction barriers in each
+    block: unlike a barrier of the whole cluster this orders nothing else, so no block waits for its state rows to reach memory.
+    A block leaves when it has the sums of its last window, which is when nobody will write into its memory any more.
+
+    steps: (most rows of the step, blocks, teams), ascending; the last one serves longer steps, too.
+    """
+
+    steps: tuple
+    chunks = 1 << LEVELS
+
+    def fixed(self, deal: Int32, planned: int) -> Int32:
+        return deal
+
+    @staticmethod
+    def remainder(n: Int32, teams: Int32) -> Int32:
+        return n & (teams - 1)
+
+    def choose(self, row_count: Int32, deal: int):
+        blocks, teams = (Int32(n) for n in self.steps[-1][1:])
+        for most, some, many in reversed(self.steps[:-1]):
+            blocks = cutlass.select_(row_count <= most, Int32(some), blocks)
+            teams = cutlass.select_(row_count <= most, Int32(many), teams)
+        return blocks, teams
+
+    def launch_options(self, blocks) -> dict:
+        return {"cluster": [blocks, 1, 1]}
+
+    def share(self) -> Share:
+        blocks = Int32(cute.arch.cluster_size())
+        return Share(Int32(cute.arch.block_idx_in_cluster()), Int32(cute.arch.popc(blocks - 1)))
+
+    def allocate(self, array) -> Storage:
+        return Storage(array(Float32, SUMS, 2), array(cutlass.Int64, 4), array(Float32, 3 * HEAD_DIM * LEVELS))
+
+    @cute.jit
+    def prepare(self, storage: Storage, tid: Int32):
+        """Initialise the barriers, and wait until every block of the cluster runs and has done so."""
+        if tid < 4:
+            cute.arch.mbarrier_init(storage.barriers.iterator + tid, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+
+    def levels(self) -> int:
+        """Of the tree, that lie in a block of the smallest teams."""
+        return LEVELS + 1 - min(blocks for _, blocks, _ in self.steps).bit_length()
+
+    def shifts(self) -> list[int]:
+        """Of the teams of several blocks."""
+        return sorted({blocks.bit_length() - 1 for _, blocks, _ in self.steps if blocks > 1})
+
+    def owners(self, share: Share) -> Int32:
+        """Threads that finish a window's columns."""
+        return Int32(HEAD_DIM // COLUMNS) >> share.shift
+
+    def owns(self, share: Share, tid: Int32) -> Boolean:
+        return tid < self.owners(share)
+
+    def place(self, storage: Storage, first, q: int, threads, thread: Int32) -> cute.Tensor:
+        """Where a peak, weight or product (q) lies of the first-th of partial results that `threads` threads have."""
+        place = storage.parts.iterator + ((first * 3 + q) * threads + thread) * COLUMNS
+        pointer = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=4 * COLUMNS)
+        return cute.make_tensor(pointer, cute.make_layout(COLUMNS))
+
+    def load(self, storage: Storage, first, threads, tid: Int32) -> pooling.Partial:
+        found = pooling.Partial.empty(COLUMNS)
+        for q in range(3):
+            cute.autovec_copy(self.place(storage, first, q, threads, tid), found[q])
+        return found
+
+    @cute.jit
+    def fold(self, storage: Storage, share: Share, partial: pooling.Partial, chunk: Int32, tid: Int32):
+        """Fold what a thread has of the block's chunks so far, as a binary counter carries: after the last one it has the root.
+
+        The threads' results of the left halves lie in `parts`, by level. The highest level is used by single blocks only, and only
+        blocks that share windows are sent anything, to that place.
+        """
+        for level in cutlass.range_constexpr(self.levels()):
+            ones = cutlass.const_expr((2 << level) - 1)
+            if (chunk & ones) == ones:
+                left = self.load(storage, self.room(level), HEAD_DIM // COLUMNS, tid)
+                merge(left, partial)
+                for q in cutlass.range_constexpr(3):
+                    cute.autovec_copy(left[q], partial[q])
+        if ((chunk + 1) << share.shift) != self.chunks:
+            level = cute.arch.popc(chunk ^ (chunk + 1)) - 1
+            for q in cutlass.range_constexpr(3):
+                cute.autovec_copy(partial[q], self.place(storage, self.room(level), q, HEAD_DIM // COLUMNS, tid))
+
+    def room(self, level):
+        """Place of a level's results in `parts`; that of the highest level is the one other blocks send to."""
+        return LEVELS - 1 - level
+
+    @cute.jit
+    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32):
+        """Send the block's root to the owners of its columns, who go on folding, by the same tree.
+
+        No block sends before it has the sums of the turn before, which an owner sends when it has read its parts.
+        """
+        if share.shift > 0:
+            if turn > 0:
+                cute.arch.mbarrier_wait(storage.barriers.iterator + (turn - 1) % 2, (turn - 1) // 2 % 2)
+            barrier, owners = storage.barriers.iterator + (2 + turn % 2), self.owners(share)
+            if tid == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, HEAD_DIM * 4 * 3)
+            for q in cutlass.range_constexpr(3):
+                place = self.place(storage, share.rank, q, owners, tid & (owners - 1))
+                bits = tuple(convert.bits_of(partial[q][c]) for c in range(COLUMNS))
+                cute.arch.store_async_dsmem(place.iterator, bits, barrier, tid >> (7 - share.shift))
+            if tid < owners:
+                cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
+                for shift in self.shifts():
+                    if share.shift == shift:
+                        root = self.tree(storage, 0, 1 << shift, owners, tid)
+                        for q in cutlass.range_constexpr(3):
+                            cute.autovec_copy(root[q], partial[q])
+
+    def tree(self, storage: Storage, first: int, count: int, owners: Int32, tid: Int32) -> pooling.Partial:
+        """The roots of `count` blocks from the first-th on, folded in pairs."""
+        if count == 1:
+            return self.load(storage, first, owners, tid)
+        left = self.tree(storage, first, count // 2, owners, tid)
+        merge(left, self.tree(storage, first + count // 2, count // 2, owners, tid))
+        return left
+
+    @cute.jit
+    def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
+        """The first of 16 threads with columns send their sum, each to one block; whole warps of owners wait for all sums.
+
+        A barrier is used every second turn. A block two turns ahead cannot be: it needs this block's sums of the turn between.
+        """
+        barrier, slots = storage.barriers.iterator + turn % 2, storage.totals[None, turn % 2]
+        own = Int32(SUMS) >> share.shift
+        cute.arch.sync_warp()  # what the warp has read of parts and sums before, others may overwrite once they have its sums
+        if tid == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, SUMS * 4)
+        if (tid // SUM_THREADS < own) & (tid % SUM_THREADS < (Int32(1) << share.shift)):
+            place = slots.iterator + (share.rank * own + tid // SUM_THREADS)
+            cute.arch.store_async_dsmem(place, convert.bits_of(squares), barrier, tid % SUM_THREADS)
+        if tid < cutlass.max(self.owners(share), Int32(32)):
+            cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
+        return pooling.total_of(slots)

@@ -1,0 +1,29 @@
+"""The plan and the splitter of a `compress_store` spec, as the family's module makes them, and how they deal a step's rows."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from cute_kernels.compile.spec import CompressStoreSpec
+
+
+def plan_of(spec: CompressStoreSpec) -> Any:
+    return importlib.import_module(spec.module).plan_of(spec)
+
+
+def split_of(spec: CompressStoreSpec, count: int) -> tuple[int, int]:
+    """Blocks that share a window, and the most teams, in a step of `count` rows."""
+    splitter = importlib.import_module(spec.module).splitter_of(spec)
+    if not hasattr(splitter, "steps"):
+        return 1, plan_of(spec).deal
+    return next((step[1:] for step in splitter.steps if count <= step[0]), splitter.steps[-1][1:])
+
+
+def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
+    """The rows of each team that lie in a step of `count` rows."""
+    plan, (_, deal) = plan_of(spec), split_of(spec, count)
+    evenly = plan.evenly(count)
+    of = [[plan.row_of(team, i, deal) for i in range(plan.rows_of(count, deal))] for team in range(min(plan.teams(count, deal), deal))]
+    even = [[t for t in rows if t < evenly] for rows in of]
+    return even + [list(range(first, first + plan.short)) for first in range(evenly, count, plan.short or 1)]
