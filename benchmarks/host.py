@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import csv
 import functools
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,6 +166,18 @@ def measure(chosen: Iterable[Case]) -> tuple[dict[str, float], list[tuple[Case, 
     best = [[min(figures) for figures in zip(*line, strict=True)] for line in zip(*rounds, strict=True)]
     figures = [dict(zip(COLUMNS, line, strict=True)) for line in best[1:]]
     return dict(zip(yards, best[0], strict=True)), list(zip(found, figures, strict=True))
+
+
+def in_own_process() -> tuple[dict[str, float], list[tuple[str, str, str, dict[str, float]]]]:
+    """`figures`, measured in a process that has done nothing else."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(figures).result()
+
+
+def figures() -> tuple[dict[str, float], list[tuple[str, str, str, dict[str, float]]]]:
+    """`measure` of all cases, each as operation, family, name and its columns."""
+    yards, found = measure(cases())
+    return yards, [(case.operation, case.family, case.name, columns) for case, columns in found]
 
 
 def main(arguments: list[str] | None = None) -> int:

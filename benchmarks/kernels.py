@@ -200,18 +200,21 @@ def _run_peer(case: Case, sets: list[list[Call]], peer: Vllm, timer: Timer, own:
 
 
 def host_rows() -> Iterator[Row]:
-    """Host µs of one eager call, plain and bound, of every operation on a decode step (SM90, by the method of benchmarks.host)."""
+    """Host µs of one eager call, plain and bound, of every operation on a decode step (SM90, by the method of benchmarks.host).
+
+    In a process of its own: whatever the peer's modules and all cases before have left in this one must not count.
+    """
     from benchmarks import host
 
-    yardsticks, found = host.measure(host.cases())
+    yardsticks, found = host.in_own_process()
     for name, value in yardsticks.items():
         yield Row(results.HOST, "", f"for comparison: {name}", value)
-    for case, columns in found:
+    for operation, family, case, columns in found:
         for kind, bar in cases.HOST_BARS.items():
             figure = columns["bound" if kind == "bound" else "call"]
             met = "yes" if figure <= bar else "no"
-            name = f"{case.operation} {case.name}, {kind}"
-            yield Row(results.HOST, case.family, name, figure, bar_microseconds=bar, scaled_bar_microseconds=bar, met=met)
+            name = f"{operation} {case}, {kind}"
+            yield Row(results.HOST, family, name, figure, bar_microseconds=bar, scaled_bar_microseconds=bar, met=met)
 
 
 def _line(row: Row) -> str:

@@ -144,6 +144,10 @@ class InsertKernel:
         heads_of_warp = cutlass.const_expr(WARP // self.lanes)
         arriving = smem.allocate_tensor(BFloat16, cute.make_layout((HEAD_DIM, heads_of_warp, self.warps)), byte_alignment=128)
         full = smem.allocate_tensor(Int64, cute.make_layout(self.warps), byte_alignment=8)
+        if tid < self.warps:
+            cute.arch.mbarrier_init(full.iterator + tid, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
         pdl.begin(self.pdl, mA.independent)
         tokens = memory.extent(mA.q)
         first = block - (tokens + self.warps - 1) // self.warps  # of the blocks with heads
@@ -231,12 +235,10 @@ def fetch(address: Int64, stage: Stage, lanes: cutlass.Constexpr):
     count = cutlass.const_expr(WARP // lanes)
     addresses = [cute.arch.shuffle_sync(address, k * lanes) for k in range(count)]
     with cute.arch.elect_one():
-        cute.arch.mbarrier_init(stage.full, 1)
-        cute.arch.mbarrier_init_fence()
         cute.arch.mbarrier_arrive_and_expect_tx(stage.full, count * HEAD_DIM * 2)
         for k in cutlass.range_constexpr(count):
             copy_bulk(addresses[k], stage.heads.iterator + k * HEAD_DIM, HEAD_DIM * 2 // 4, stage.full)
-    cute.arch.sync_warp()
+    in_order()
 
 
 @cute.jit
