@@ -222,10 +222,10 @@ def _checked(call: Call, family: str, launch: Callable[[], Any]) -> Callable[[],
     return check
 
 
-def _load(library: Path) -> None:
-    """Makes the CUDA operations known to torch."""
+def _load(library: Path) -> bool:
+    """Makes the CUDA operations known to torch, or raises: what it returns says that they are."""
     if _find("fused_deepseek_v4_qnorm_rope_kv_rope_quant_insert") is not None:
-        return
+        return True
     try:
         if library.exists():
             torch.ops.load_library(str(library))
@@ -233,6 +233,7 @@ def _load(library: Path) -> None:
             importlib.import_module("vllm._C_stable_libtorch")
     except (ImportError, OSError) as error:
         raise PeerUnavailable(f"vLLM's CUDA operations cannot be loaded: no {library}, and {error}") from error
+    return True
 
 
 def _find(name: str) -> Any:

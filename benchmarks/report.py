@@ -4,7 +4,8 @@
 
 `make docs` writes the same page. Every case above its bar, or slower than the peer, needs a line in `causes.csv` beside the results
 (columns pattern, cause; pattern is a regular expression over "operation family case"); without it the page is refused, but for --draft.
-`stale.csv` (pattern, since), where there is one, names the cases whose kernels have changed since the run: their figures are marked.
+`notes.txt`, where there is one, stands above the table; `stale.csv` (pattern, since) names the cases whose kernels have changed
+since the run: their figures are marked.
 """
 
 from __future__ import annotations
@@ -350,6 +351,8 @@ def page(path: Path, prediction: Path = PREDICTION, draft: bool = False) -> str:
     marks = Marks(rules(folder / "stale.csv"))
     changed = sum(r.met == "yes" and bool(marks(r.key, "")) for r in judged)
     past = f", {changed} of them by a kernel that has changed since" if changed else ""
+    notes = folder / "notes.txt"
+    said = f"\n\n{notes.read_text().strip()}" if notes.exists() else ""
     backing = f"\nThe runs behind these causes: [variants.txt]({where}/variants.txt).\n" if (folder / "variants.txt").exists() else ""
     return f"""\
 # Performance
@@ -369,7 +372,7 @@ reference before the timing and, after fresh poison, behind it. In this run an e
 where vLLM ran the same work beside it. SGLang's figures are of a run on another H200 by the same
 method, which no command here repeats.
 
-{met} of {len(judged)} cases with a bar meet it{past}.{marks.explained()}
+{met} of {len(judged)} cases with a bar meet it{past}.{marks.explained()}{said}
 
 {measured(rows, marks)}
 

@@ -404,6 +404,16 @@ def test_a_peer_that_is_not_there_is_said_so(tmp_path: Path, capsys: pytest.Capt
     assert kernels._find_peer(None, tmp_path) is None
 
 
+def test_a_loaded_library_serves_its_operations(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(peer_vllm, "_find", lambda name: object())
+    peer = peer_vllm.Vllm(tmp_path / "none.so")
+    assert len(peer.missing) == 3  # the parts in Python
+    monkeypatch.setattr(peer, "_qkv_insert", lambda call, family: "insert")
+    monkeypatch.setattr(peer, "_gather", lambda call, family: "gather")
+    assert peer.run(Call("qkv_insert", {}), "sm100") == "insert"
+    assert peer.run(Call("gather_upconvert", {"cache": torch.empty(2, 64, 656)}), "sm100") == "gather"
+
+
 def test_host_times_have_a_row_bound_and_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks import host
 
