@@ -372,7 +372,7 @@ reference before the timing and, after fresh poison, behind it. In this run an e
 where vLLM ran the same work beside it. SGLang's figures are of a run on another H200 by the same
 method, which no command here repeats.
 
-{met} of {len(judged)} cases with a bar meet it{past}.{marks.explained()}{said}
+{met} of {len(judged)} timed cases with a bar meet it{past} (host times apart, below).{marks.explained()}{said}
 
 {measured(rows, marks)}
 

@@ -39,10 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = cases.get(options.kernel, {}).get(options.case)
     if chosen is None:
         if options.kernel is not None:
-            what = f"case {options.case!r} of kernel {options.kernel!r}" if options.kernel in cases else f"kernel {options.kernel!r}"
-            print(f"no {what}; there are", file=sys.stderr)
+            known = f"no case {options.case!r} of kernel {options.kernel!r}" if options.case else f"kernel {options.kernel!r} needs a case"
+            print(f"{known if options.kernel in cases else f'no kernel {options.kernel!r}'}; there are", file=sys.stderr)
         for kernel, named in cases.items():
-            print(f"{kernel}: {', '.join(named)}")
+            print(f"{kernel}: {', '.join(named)}", file=sys.stdout if options.kernel is None else sys.stderr)
         return 0 if options.kernel is None else 2
     results: list[Result] = []
     settings = Settings(on_result=lambda _, result: results.append(result), approximation=options.approximation, statistics=True)

@@ -26,6 +26,7 @@ from ptx_emulator.shared import LocalMemory, SharedMemory
 from ptx_emulator.specials import special_value
 
 _SPIN_LIMIT = 64  # polls in a row that change nothing before a wait counts as a deadlock
+_LOOP_LIMIT = 1_000_000  # basic blocks in a row without a barrier, an mbarrier or an exit before a loop counts as endless
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,12 @@ class Machine:
     def _run(self) -> None:
         blocks = self.program.blocks
         spins, seen, polled = 0, -1, -1
+        steps, before = 0, -1
         while True:
+            steps = steps + 1 if before == self.events else 0
+            before = self.events
+            if steps > _LOOP_LIMIT:
+                self._endless()
             if not self.heap:
                 if self.mbarriers.complete_pending():
                     self._requeue_polling()
@@ -270,6 +276,7 @@ class Machine:
         waited = f.full(WAITED)
         self.waited_blocks[f.blocks[waited]] = True
         self.alive[f.lanes] = False
+        self.mbarriers.check_exit(f)
         self.events += 1
         self.barriers.release_ready()
         self.clusters.release_ready()
@@ -308,6 +315,12 @@ class Machine:
         self.mbarriers.finish()
         if self.races:
             self.races.finish()
+
+    def _endless(self) -> None:
+        pc = min(self.ready)
+        f, instruction = self.ready[pc][0], self.program.blocks[pc].instructions[0]
+        message = f"{_LOOP_LIMIT} basic blocks in a row in which no thread met a barrier or left"
+        raise self.fault("endless loop", message, f, 0, instruction)
 
     def _deadlock(self) -> None:
         lines: list[str] = []

@@ -1,6 +1,6 @@
 """mbarrier objects in shared memory, and the asynchronous copies that complete on them.
 
-The state of an mbarrier lives beside shared memory, keyed by its place, so that plain stores over it are noticed. Copies into
+The state of an mbarrier lives beside shared memory, keyed by its place, so a plain store over it does nothing. Copies into
 shared memory are carried out only when nothing else can run: a kernel that reads before it waits reads memory nobody has
 written, and is told so.
 """
@@ -18,6 +18,7 @@ from ptx_emulator.memory import AccessFault
 from ptx_emulator.program import SHARED_START
 
 if TYPE_CHECKING:
+    from ptx_emulator.fragment import Fragment
     from ptx_emulator.machine import Machine
 
 
@@ -50,7 +51,7 @@ class MBarriers:
 
     machine: Machine
     objects: dict[int, MBarrier] = field(default_factory=dict)
-    pending: list[Callable[[], None]] = field(default_factory=list)
+    pending: list[tuple[int, Callable[[], None]]] = field(default_factory=list)  # copies in flight: block they write into or -1, and how
 
     def get(self, place: int, lanes: np.ndarray, index: np.ndarray, *, copy: bool = False) -> MBarrier:
         """The mbarrier at a place, for lanes (at positions `index` of their fragment) that use it, or name it to a copy."""
@@ -124,9 +125,20 @@ class MBarriers:
         """Carry out the oldest copy in flight; False if there is none."""
         if not self.pending:
             return False
-        self.pending.pop(0)()
+        self.pending.pop(0)[1]()
         self.machine.events += 1
         return True
+
+    def check_exit(self, f: Fragment) -> None:
+        """A block's shared memory must outlive the copies into it: the last of its threads leaves behind them."""
+        flying = [block for block, _ in self.pending if block >= 0]
+        if not flying:
+            return
+        left = np.logical_not(self.machine.alive.reshape(self.machine.block_count, -1).any(axis=1))
+        bad = np.isin(f.blocks, [block for block in flying if left[block]])
+        if bad.any():
+            i = int(np.flatnonzero(bad)[0])
+            raise AccessFault("bulk copy not waited for", i, "a block leaves while a copy into its shared memory is still under way")
 
     def finish(self) -> None:
         while self.complete_pending():

@@ -85,6 +85,11 @@ class Buffer:
             rest = rest - count * np.uint64(stride)
         return inside & (rest + np.uint64(nbytes) <= np.uint64(self.inner))
 
+    def fill(self, byte: int) -> None:
+        """Set every byte of a buffer without gaps; one with gaps stays as it is, since they may be somebody's."""
+        if self.span and not self.layout:
+            self.views[1][self.offset : self.offset + self.span] = byte
+
     def mark(self, bit: int, value: bool, mask: np.ndarray | slice | None = None) -> None:
         """Set or clear a shadow bit; `mask` selects bytes of the span (all without it)."""
         if self.span == 0:

@@ -107,7 +107,7 @@ class LocalMemory:
 
     def place(self, f: Fragment, address: np.ndarray, nbytes: int) -> np.ndarray:
         address = address.astype(np.uint64)
-        bad = address + np.uint64(nbytes) > np.uint64(self.size)
+        bad = (address > np.uint64(max(self.size - nbytes, 0))) | np.full(address.shape, self.size < nbytes)
         if bad.any():
             i = int(np.flatnonzero(bad)[0])
             raise AccessFault("out of bounds", i, f"{nbytes} bytes at local offset {int(address[i])} of {self.size}", "local memory")

@@ -220,7 +220,7 @@ def _start_copy(machine: Machine, one: Fragment, index: int, target: np.ndarray,
         machine.shared.written[start : start + nbytes] = 1
         machine.mbarriers.transfer(barrier, nbytes)
 
-    machine.mbarriers.pending.append(arrive)
+    machine.mbarriers.pending.append((int(one.blocks[0]), arrive))
 
 
 class BulkGroups:
@@ -344,6 +344,6 @@ def store_async(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
             for barrier, count in barriers:
                 machine.mbarriers.transfer(barrier, count)
 
-        machine.mbarriers.pending.append(arrive)
+        machine.mbarriers.pending.append((-1, arrive))  # the other block's memory is watched by itself
 
     return run

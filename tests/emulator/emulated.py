@@ -22,6 +22,7 @@ from cute_kernels.compile.spec import KernelSpec
 from cute_kernels.target import Target
 from ptx_emulator import UNWRITTEN, Memory, Result, device
 
+POISON = 0xA5  # of bytes that a kernel has yet to write
 LIBRARIES = Path(__file__).resolve().parents[2] / "build" / "emulated"
 # What each kernel writes; everything else is read-only. The second set must be written before it is read.
 WRITTEN = {
@@ -43,6 +44,9 @@ def prepare(name: str, memory: Memory, arguments: dict[str, Any]) -> None:
         buffer.writable = buffer.name in written
         if buffer.name in unwritten:
             buffer.mark(UNWRITTEN, True)
+            others = (other for other in memory.buffers if other is not buffer)
+            if all(other.end <= buffer.address or buffer.end <= other.address for other in others):
+                buffer.fill(POISON)  # what a kernel leaves out must not be right by luck
 
 
 settings = device.Settings(prepare=prepare, independent=lambda arguments: bool(arguments.get("independent", 0)))

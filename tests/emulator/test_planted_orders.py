@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from ptx_emulator import KernelFault, Memory, run_ptx
+from ptx_emulator import KernelFault, Memory, machine, run_ptx
 from tests.emulator.small_kernels import (
     ARRIVE,
     ASYNC,
@@ -268,6 +268,38 @@ def test_fault_of_order_is_named(what: str, run: Callable[[str], np.ndarray], te
         run(text)
     assert caught.value.check == check, f"{what}: {caught.value}"
     assert part in str(caught.value)
+
+
+def test_a_block_waits_for_the_copies_into_its_memory() -> None:
+    text = changed(BULK, ("AGAIN:", "AGAIN:\n    ret;"))
+    with pytest.raises(KernelFault, match="bulk copy not waited for"):
+        run_copy(text)
+
+
+def test_a_loop_without_end_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_LOOP_LIMIT", 1000)
+    body = """
+    ld.param.b64 %l1, [y];
+AGAIN:
+    ld.global.b32 %r1, [%l1];
+    setp.eq.u32 %p1, %r1, 0;
+    @%p1 bra AGAIN;
+    """
+    with pytest.raises(KernelFault, match="endless loop"):
+        run_vector(entry(".param .u64 y", body))
+
+
+def test_local_memory_has_a_lower_end() -> None:
+    body = """
+    .local .align 16 .b8 depot[16];
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u64 %l2, depot;
+    st.local.b32 [%l2+OFFSET], %r1;
+    """
+    run_vector(entry(".param .u64 y", body.replace("OFFSET", "12")))
+    with pytest.raises(KernelFault, match="out of bounds"):
+        run_vector(entry(".param .u64 y", body.replace("OFFSET", "-4")))
 
 
 def test_same_values_and_atomics_are_no_conflict() -> None:
