@@ -1,6 +1,6 @@
-"""Fake arguments of the compressor: what the compiled function promises to accept, checked on every call."""
+"""Arguments of the compressor: their names in the kernel, and what the compiled function promises to accept, checked on every call."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
@@ -8,6 +8,28 @@ from cutlass.cute.runtime import make_fake_tensor
 from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.device.row_writers import CACHE_TYPES
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, ROPE_DIM
+
+
+class Arguments(NamedTuple):
+    """Run-time arguments; None where the kernel has no such argument (`CompressStoreSpec.argument_names`)."""
+
+    state: Any
+    state_block_table: Any
+    positions: Any
+    token_to_req: Any
+    state_slots: Any
+    kv_slots: Any
+    norm_weight: Any
+    cos_sin: Any
+    kv_cache: Any
+    eps: Any
+    kv_score: Any = None
+    ape: Any = None
+    seq_lens: Any = None
+    inverse_kv_scale: Any = None
+    rollback: Any = None
+    prefix_stride: Any = None
+    independent: Any = None
 
 
 def fake_arguments(spec: CompressStoreSpec, width: int) -> list[Any]:

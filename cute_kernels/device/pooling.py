@@ -9,6 +9,10 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from cute_kernels.kv_format import HEAD_DIM
+
+COLUMNS = 4  # fp32 numbers of a row that a thread pools: 16 bytes of shared memory
+COLUMN_THREADS = HEAD_DIM // COLUMNS
 LOG2_E = 1.4426950408889634
 NEG_INF = float("-inf")
 

@@ -13,11 +13,11 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from cute_kernels.device import convert, pooling
+from cute_kernels.device.pooling import COLUMN_THREADS, COLUMNS
 from cute_kernels.kv_format import HEAD_DIM
 
-COLUMNS = 4  # of a thread
 SUM_THREADS = 16  # threads whose sums of squares are added by shuffles: 64 columns
-SUMS = HEAD_DIM // COLUMNS // SUM_THREADS
+SUMS = COLUMN_THREADS // SUM_THREADS
 LEVELS = 3  # of the tree that folds the results of a window's chunks
 
 
@@ -72,7 +72,7 @@ class OneBlock:
         """Nothing to prepare."""
 
     def owns(self, share: Share, tid: Int32) -> Boolean:
-        return tid < HEAD_DIM // COLUMNS
+        return tid < COLUMN_THREADS
 
     def fold(self, storage: Storage, share: Share, partial: pooling.Partial, chunk, tid: Int32) -> None:
         """The only chunk is the window."""
@@ -82,7 +82,7 @@ class OneBlock:
         """Merge the groups of the block; the first group holds the result."""
         groups = cutlass.const_expr(self.threads * COLUMNS // HEAD_DIM)
         if cutlass.const_expr(groups > 1):
-            parts = cute.make_tensor(storage.parts.iterator, cute.make_layout((COLUMNS, HEAD_DIM // COLUMNS, 3, groups)))
+            parts = cute.make_tensor(storage.parts.iterator, cute.make_layout((COLUMNS, COLUMN_THREADS, 3, groups)))
             pooling.merge_groups(partial, parts, self.threads, tid)
 
     @cute.jit
@@ -152,7 +152,7 @@ class RowCluster:
 
     def owners(self, share: Share) -> Int32:
         """Threads that finish a window's columns."""
-        return Int32(HEAD_DIM // COLUMNS) >> share.shift
+        return Int32(COLUMN_THREADS) >> share.shift
 
     def owns(self, share: Share, tid: Int32) -> Boolean:
         return tid < self.owners(share)
@@ -179,14 +179,14 @@ class RowCluster:
         for level in cutlass.range_constexpr(self.levels()):
             ones = cutlass.const_expr((2 << level) - 1)
             if (chunk & ones) == ones:
-                left = self.load(storage, self.room(level), HEAD_DIM // COLUMNS, tid)
+                left = self.load(storage, self.room(level), COLUMN_THREADS, tid)
                 merge(left, partial)
                 for q in cutlass.range_constexpr(3):
                     cute.autovec_copy(left[q], partial[q])
         if ((chunk + 1) << share.shift) != self.chunks:
             level = cute.arch.popc(chunk ^ (chunk + 1)) - 1
             for q in cutlass.range_constexpr(3):
-                cute.autovec_copy(partial[q], self.place(storage, self.room(level), q, HEAD_DIM // COLUMNS, tid))
+                cute.autovec_copy(partial[q], self.place(storage, self.room(level), q, COLUMN_THREADS, tid))
 
     def room(self, level):
         """Place of a level's results in `parts`; that of the highest level is the one other blocks send to."""

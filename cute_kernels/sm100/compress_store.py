@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any
 
 from cute_kernels.compile.spec import CompressStoreSpec
-from cute_kernels.device import compress, splitters
-from cute_kernels.device.compress import Arguments, CompressKernel, Plan
-from cute_kernels.device.compress_arguments import fake_arguments
+from cute_kernels.device import compress_plan, splitters
+from cute_kernels.device.compress import CompressKernel
+from cute_kernels.device.compress_arguments import Arguments, fake_arguments
+from cute_kernels.device.compress_plan import Plan
 from cute_kernels.device.row_writers import Bf16Row, Fp8Row
 
 # Blocks that share a window, and teams of them, by the most rows of a step and by what is saved: few windows are spread over many blocks.
@@ -26,7 +27,7 @@ def fp8_writer(arguments: Arguments) -> Fp8Row:
 
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
-    plan = compress.plan_of(spec)
+    plan = compress_plan.plan_of(spec)
     if spec.ratio == 4:
         return plan
     if spec.save == "every_row":

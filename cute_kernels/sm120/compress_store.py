@@ -3,9 +3,10 @@
 from typing import Any
 
 from cute_kernels.compile.spec import CompressStoreSpec
-from cute_kernels.device import compress, splitters
-from cute_kernels.device.compress import Arguments, CompressKernel, Plan
-from cute_kernels.device.compress_arguments import fake_arguments
+from cute_kernels.device import compress_plan, splitters
+from cute_kernels.device.compress import CompressKernel
+from cute_kernels.device.compress_arguments import Arguments, fake_arguments
+from cute_kernels.device.compress_plan import Plan
 from cute_kernels.device.row_writers import PackedRow
 
 
@@ -14,7 +15,7 @@ def packed_writer(arguments: Arguments) -> PackedRow:
 
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
-    return compress.plan_of(spec)
+    return compress_plan.plan_of(spec)
 
 
 def splitter_of(spec: CompressStoreSpec) -> Any:

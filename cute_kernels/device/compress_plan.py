@@ -1,0 +1,135 @@
+"""How the compressor's work is cut: threads and stages of a block, and which rows of a step each block takes."""
+
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Int32
+
+from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.device.pooling import COLUMN_THREADS
+from cute_kernels.device.window_ring import WindowRing
+from cute_kernels.kv_format import HEAD_DIM
+from cute_kernels.save_policy import overlap
+
+LONG = 48  # rows of a block that make a step a long one
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Compile-time shape of the work. All numbers but `slots` and `deal` are powers of two.
+
+    ratio          4 or 128
+    vector         fp32 numbers of a thread's access to a state row that is saved: 4 or 8
+    groups         groups of 128 threads that pool, each its own rows over all columns
+    batch          rows of a stage that a group pools together
+    looks          groups of 32 rows that are looked at together
+    slots          stages in flight
+    savers         saving warps
+    save_rows      rows whose loads a saving thread has in flight together
+    unit           consecutive rows that are dealt together
+    deal           teams over which neighbouring units are dealt, and the most there are, where the splitter does not say
+    resident       blocks that should fit on an SM at once: bounds the registers
+    short          rows of a short block; 0: there are none
+    on_the_way     rows are saved by the threads that pool them; saving warps take those that the step's windows do not pool whole
+    """
+
+    ratio: int
+    vector: int
+    groups: int
+    batch: int
+    looks: int
+    slots: int
+    savers: int
+    save_rows: int
+    unit: int
+    deal: int
+    resident: int
+    short: int
+    on_the_way: bool
+
+    @property
+    def width(self) -> int:
+        """Columns of the values, or of the scores, of a state row."""
+        return 2 * HEAD_DIM if self.ratio == 4 else HEAD_DIM
+
+    @property
+    def window(self) -> int:
+        return self.ratio + overlap(self.ratio)
+
+    @property
+    def pooling(self) -> int:
+        """Threads that pool."""
+        return self.groups * COLUMN_THREADS
+
+    @property
+    def threads(self) -> int:
+        return self.pooling + 32 + 32 * self.savers
+
+    @property
+    def ring(self) -> WindowRing:
+        return WindowRing(self.groups * self.batch, self.slots, self.pooling, whole=self.ratio != 4, goals=self.on_the_way)
+
+    def half(self, row):
+        """First column that a window row contributes. Ratio 4: the older group its first 512 columns, the closing group its second."""
+        return row // 4 * HEAD_DIM if self.ratio == 4 else 0
+
+    def evenly(self, row_count: Int32) -> Int32:
+        """Leading rows of a step that are dealt evenly (host). Of a long step a 16th is left to short blocks, with consecutive rows, which
+        start where others have ended: SMs do not get equal shares of the memory's bandwidth."""
+        if not self.short:
+            return row_count
+        return row_count - cutlass.min(row_count // (LONG * self.deal), 1) * (row_count // (16 * self.short) * self.short)
+
+    def rows_of(self, row_count: Int32, deal: Int32) -> Int32:
+        """Rows that a team takes (host), a multiple of `unit`: the same for all; `deal` teams take those dealt evenly."""
+        stretch = deal * self.unit
+        return cutlass.max((self.evenly(row_count) + (stretch - 1)) // stretch, 1) * self.unit
+
+    def row_of(self, team: Int32, i: Int32, deal: Int32, remainder=operator.mod) -> Int32:
+        """The row that a team takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
+        on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different teams."""
+        turn = i // self.unit
+        return (turn * deal + remainder(team + turn, deal)) * self.unit + i % self.unit
+
+    def teams(self, row_count: Int32, deal: Int32) -> Int32:
+        """Teams for a step of `row_count` rows (host)."""
+        evenly = self.evenly(row_count)
+        teams = cutlass.min((evenly + self.unit - 1) // self.unit, deal)
+        return teams + (row_count - evenly) // self.short if self.short else teams
+
+
+def plan_of(spec: CompressStoreSpec) -> Plan:
+    """Tuning of blocks that pool whole windows, the same for both families: at most 99 KB of shared memory a block, and no clusters.
+
+    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: each group of threads pools its rows of a stage.
+    Where every row is saved, a row of ratio 4 is read once and saved from the ring; at ratio 128 more warps save.
+    """
+    vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
+    if spec.ratio == 4:
+        return Plan(
+            ratio=4, vector=vector, groups=1, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 2, save_rows=1,
+            unit=1, deal=264, resident=2, short=8, on_the_way=every_row,
+        )  # fmt: skip
+    return Plan(
+        ratio=128, vector=vector, groups=2, batch=4, looks=1, slots=2, savers=8 if every_row else 4, save_rows=2,
+        unit=4, deal=128, resident=1, short=0, on_the_way=False,
+    )  # fmt: skip
+
+
+class Dealt(NamedTuple):
+    """Which rows a team takes.
+
+    team   its number; a short block has a higher one than those that take equally many rows
+    rows   how many
+    first  the first of a short block's consecutive rows; -1: rows are dealt evenly
+    end    rows that are dealt evenly, or of the step
+    deal   teams over which they are dealt
+    """
+
+    team: Int32
+    rows: Int32
+    first: Any
+    end: Any
+    deal: Any
