@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -64,9 +63,16 @@ class Bound:
         named = [f"{name}=default_{name}" for name in self._names]
         parameters = (*(("*", *named) if named else ()), "**others")
         scope = {"compiling": is_compiling, **{f"default_{name}": value for name, value in self._defaults.items()}}
-        skip = "others or compiling()"
-        more: dict[str, Any] = {"parameters": parameters, "scope": scope, "skip": skip, "more": "others", "anywhere": not tensors}
-        self._form = Form(operation, self._names, self._slow, **more)
+        self._form = Form(
+            operation,
+            self._names,
+            self._slow,
+            parameters=parameters,
+            scope=scope,
+            skip="others or compiling()",
+            more="others",
+            anywhere=not tensors,
+        )
         self.call = self._form.call
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -84,7 +90,7 @@ class Bound:
         for name in sorted(varying.keys() - self._defaults.keys()):
             if name in self._kept:
                 raise InvalidArgument(name, "a value", "nothing: it is bound already")
-            raise InvalidArgument(name, "a value", f"an argument of {self._public.__name__}")
+            raise InvalidArgument(name, "a value", f"an argument of {self._public.__name__}: {', '.join(self._defaults)}")
 
     def _slow(self, *values: Any) -> Any:
         """A call that nothing is ready for: the plain one; the next one that looks the same is ready."""
@@ -101,9 +107,7 @@ class Bound:
             if not isinstance(anchor, torch.Tensor) or not anchor.is_cuda:
                 return self._plain(**varying)
             target = dispatch.cuda_target(anchor, a.get("target"))
-        key = self._form.key(given)
-        remember = None if key is None else functools.partial(self._form.remember, key, a, self._prepared)
-        return self._operation.launch(a, target, self._prepared, remember)
+        return self._operation.launch(a, target, self._prepared, self._form.remembering(given, a, self._prepared))
 
 
 def _again(call: Callable[..., Any], kept: Mapping[str, Any]) -> Bound:

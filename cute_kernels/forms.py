@@ -1,13 +1,16 @@
 """What calls with the same arguments have in common, and launches made ready for them.
 
 A call's plan depends on a few facts about its arguments. A `Form` stands for calls that give the same arguments by name: it sees
-just so much of their values that equal sights mean equal plans, and keeps for each sight a function of these values that launches.
-Both are written as source text, once: loops over names would take longer than all that the compiled function does before it launches.
+just so much of their values that equal sights mean equal plans and equal new outputs, and keeps for each sight a function of these
+values that launches. Both are written as source text, which is compiled once however many layers and lengths of steps there are: loops
+over names would take longer than all that the compiled function does before it launches.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from cute_kernels.compile.spec import KernelSpec
     from cute_kernels.launching import Operation, Plan
 
-MOST_READY = 1024
+MOST_READY = 1024  # launches of a form; then all are forgotten, and made again as they are asked for
 # What a call raises whose arguments are of another kind than the remembered ones, or are refused by the compiled function.
 REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError)
 _NOTHING: Mapping[str, Any] = {}
@@ -94,6 +97,11 @@ class Form:
             return None
         return key
 
+    def remembering(self, values: Sequence[Any], given: Mapping[str, Any], kept: Mapping[str, Any]) -> Callable[[Launched], None] | None:
+        """`remember` for a call with these values; None where they cannot be seen."""
+        key = self.key(values)
+        return None if key is None else functools.partial(self.remember, key, given, kept)
+
     def remember(self, key: tuple[Any, ...], given: Mapping[str, Any], kept: Mapping[str, Any], launched: Launched) -> None:
         """Makes a launch ready for calls that look the same.
 
@@ -105,9 +113,12 @@ class Form:
         writer = _Writer(self, given, kept, launched)
         made = writer.launch()
         if len(launched.plan.specs) > 1:
-            addresses = _function("addresses", self.names, [f"return ({''.join(f'{x}, ' for x in writer.varying_vectors())})"], {})
             before = self.ready.get(key)
-            launches = before.launches if isinstance(before, _ByWidth) else {}
+            if isinstance(before, _ByWidth):
+                addresses, launches = before.addresses, before.launches
+            else:
+                text = f"return ({''.join(f'{x}, ' for x in writer.varying_vectors())})"
+                addresses, launches = _function("addresses", self.names, [text], {}), {}
             width = validate.vector_bytes(addresses(*(given[name] for name in self.names)))
             made = _ByWidth(addresses, {**launches, width: made})
         self.ready[key] = made
@@ -130,9 +141,15 @@ class _ByWidth:
 def _function(name: str, parameters: Sequence[str], body: Sequence[str], scope: Mapping[str, Any]) -> Launch:
     """A function of `parameters` from the lines of its body, which may use what is in `scope`."""
     found = dict(scope)
-    exec(f"def {name}({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in body), found)
+    exec(_code(f"def {name}({', '.join(parameters)}):\n" + "".join(f"    {line}\n" for line in body)), found)
     function: Launch = found[name]
     return function
+
+
+@functools.lru_cache(maxsize=1024)
+def _code(text: str) -> types.CodeType:
+    """Compiled source: what differs from layer to layer and from step to step, shapes too, is in a function's scope, not in its text."""
+    return compile(text, "<forms>", "exec")
 
 
 # What is seen of arguments that are neither tensors nor numbers: their own hash is a function in Python, which takes longer.
@@ -198,9 +215,10 @@ class _Writer:
             return self.constant(tvm_ffi.from_dlpack(tensor))
         name = self.known[id(tensor)] = f"o{len(self.body)}"
         source = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # from which torch makes others faster than from nothing
-        new = f"{self.constant(source.new_empty_strided)}({tuple(tensor.shape)}, {tensor.stride()})"
+        layout = f"{self.constant(tuple(tensor.shape))}, {self.constant(tensor.stride())}"
+        new = f"{self.constant(source.new_empty_strided)}({layout})"
         if tensor.is_cuda and _new_cuda is not None:
-            fast = f"{self.constant(_new_cuda)}({tuple(tensor.shape)}, {tensor.stride()}, {self.constant(tensor.dtype)})"
+            fast = f"{self.constant(_new_cuda)}({layout}, {self.constant(tensor.dtype)})"
             new = f"{fast} if {self.constant(torch._C._cuda_getDevice)}() == {tensor.get_device()} else {new}"
         self.body.append(f"{name} = {new}")
         return name

@@ -90,7 +90,7 @@ class Operation:
 
     @functools.cached_property
     def form(self) -> Form:
-        """The public call itself, all of whose arguments vary."""
+        """The public call itself, all of whose arguments vary. `serve` is looked up on each call, so that it can be replaced."""
         return Form(self, tuple(inspect.signature(self.public).parameters), lambda *values: self.serve(*values), anywhere=True)
 
     @functools.cached_property
@@ -103,9 +103,7 @@ class Operation:
         a = dict(zip(self.form.names, values, strict=True))
         anchor, plain = a[self.anchor], a.get("backend") == "reference"
         if isinstance(anchor, torch.Tensor) and anchor.is_cuda and not plain:
-            key = self.form.key(values)
-            remember = None if key is None else functools.partial(self.form.remember, key, a, _NOTHING)
-            return self.launch(a, dispatch.cuda_target(anchor, a["target"]), _NOTHING, remember)
+            return self.launch(a, dispatch.cuda_target(anchor, a["target"]), _NOTHING, self.form.remembering(values, a, _NOTHING))
         validate.on_cpu_or_cuda(self.anchor, anchor)
         target = dispatch.named_target(a["target"]) if plain else dispatch.resolve_target(anchor.device, a["target"])
         self.check(a, target)
@@ -118,9 +116,9 @@ class Operation:
         a: Mapping[str, Any],
         target: Target,
         prepared: Mapping[str, Any] = _NOTHING,
-        launched: Callable[[Launched], None] | None = None,
+        remember: Callable[[Launched], None] | None = None,
     ) -> Any:
-        """Runs the kernel; `prepared` overrides arguments by their TVM-FFI tensors, `launched` is told what was launched."""
+        """Runs the kernel; `prepared` overrides arguments by their TVM-FFI tensors, `remember` is told what was launched."""
         if _validating():
             self.check(a, target)
             self.value_check(a)
@@ -146,8 +144,8 @@ class Operation:
             if (regular := self._regular(a, target)) is None:
                 raise
             return self.launch(regular, target, prepared)
-        if launched is not None:
-            launched(Launched(kernel, plan, spec, outputs, result))
+        if remember is not None:
+            remember(Launched(kernel, plan, spec, outputs, result))
         return result
 
     def _widest(self, plan: Plan, arguments: Mapping[str, Any]) -> KernelSpec | None:

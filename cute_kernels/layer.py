@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -207,19 +206,32 @@ class SparseMLA(Held):
         self.sinks = None if sinks is None else self._padded_sinks(sinks)
         self._compress = None
         if spec.ratio > 1:
-            kept: dict[str, Any] = {
-                "state": state,
-                "norm_weight": norm_weight,
-                "cos_sin": cos_sin,
-                "kv_cache": kv_cache,
-                "ratio": spec.ratio,
-            }
-            more: dict[str, Any] = {"eps": spec.eps, "kv_scale": spec.kv_scale, "save": spec.save, "target": self.target}
-            self._compress = bound(compress_store, ape=ape, **kept, **more)
-        kept = {"kv_cache": swa_cache, "cos_sin": cos_sin, "eps": spec.eps, "q_scale": spec.q_scale, "kv_scale": spec.kv_scale}
-        more = {"padded_heads": spec.padded_heads, "apply_q_norm": spec.apply_q_norm, "q_dtype": spec.q_dtype(self.target)}
-        more |= {"backend": insert_backend, "target": self.target}
-        self._insert = {independent: bound(qkv_insert, independent=independent, **kept, **more) for independent in (False, True)}
+            self._compress = bound(
+                compress_store,
+                ape=ape,
+                state=state,
+                norm_weight=norm_weight,
+                cos_sin=cos_sin,
+                kv_cache=kv_cache,
+                ratio=spec.ratio,
+                eps=spec.eps,
+                kv_scale=spec.kv_scale,
+                save=spec.save,
+                target=self.target,
+            )
+        self._insert = bound(
+            qkv_insert,
+            kv_cache=swa_cache,
+            cos_sin=cos_sin,
+            eps=spec.eps,
+            q_scale=spec.q_scale,
+            kv_scale=spec.kv_scale,
+            padded_heads=spec.padded_heads,
+            apply_q_norm=spec.apply_q_norm,
+            q_dtype=spec.q_dtype(self.target),
+            backend=insert_backend,
+            target=self.target,
+        )
         self._indices = bound(sparse_indices, window=self.window, compressed=self.compressed, ratio=spec.ratio, target=self.target)
 
     def _require_format(self, name: str, cache: torch.Tensor | None) -> None:
@@ -282,7 +294,7 @@ class SparseMLA(Held):
         # beside it: state pool and compressed rows, index tables, window rows and q.
         beside = self.compress(step, tables, kv_score)
         indices = self.indices(step, tables, ids, independent=beside)
-        padded = self._insert[beside].call(q=q, kv=kv, slots=tables.window_slots, positions=step.positions)
+        padded = self._insert.call(q=q, kv=kv, slots=tables.window_slots, positions=step.positions, independent=beside)
         attended = decode(
             padded,
             self.swa_cache,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import ops
+from cute_kernels import forms, ops
 from cute_kernels.compile import cache
 from cute_kernels.forms import Form
 from cute_kernels.indices import CombinedIndices, SegmentIndices
@@ -75,9 +75,7 @@ class Calls:
     def _slow(self, *values: Any) -> Any:
         self.slow += 1
         a = dict(zip(self.form.names, values, strict=True))
-        key = self.form.key(values)
-        remember = None if key is None else functools.partial(self.form.remember, key, a, {})
-        return self.operation.launch(a, self.target, {}, remember)
+        return self.operation.launch(a, self.target, {}, self.form.remembering(values, a, {}))
 
     def __call__(self, a: dict[str, Any]) -> Any:
         return self.form.call(*(a[name] for name in self.form.names))
@@ -111,6 +109,18 @@ def copied(a: dict[str, Any]) -> dict[str, Any]:
         return value
 
     return {name: copy(value) for name, value in a.items()}
+
+
+def test_a_step_of_another_length_compiles_no_source(launched):
+    calls = Calls(ck.qkv_insert, Target("sm100", "sm_90a"))
+    calls(insert_arguments(out=None))
+    before = forms._code.cache_info().misses
+    for rows in (2, 3):
+        a = insert_arguments(out=None)
+        cut = {name: a[name][:rows] for name in ("q", "kv", "slots", "positions")}
+        assert calls(a | cut).shape[0] == rows
+        assert calls(a | cut).shape[0] == rows
+    assert calls.slow == 3 and forms._code.cache_info().misses == before
 
 
 @pytest.mark.parametrize("family", ["sm100", "sm120"])
