@@ -356,10 +356,10 @@ def _plan_sparse_indices(
 def _index_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any], Indices]:
     out, width, combined = a["out"], plan.size, plan.target.family == "sm100"
     rows = a["positions"].shape[0] if a["num_rows"] is None else a["num_rows"]
+    device = a["positions"].device
     if out is None:
-        out = _tables_like(a["token_to_req"], rows, width, combined)
-    elif not _has_shape(out, combined, rows, width):  # no symbol of the compiled function ties them to other arguments
-        device = a["positions"].device
+        out = new_tables(rows, width, combined, device)
+    else:  # no symbol of the compiled function ties their extents to other arguments
         validate.check_indices(out, combined, {"rows": rows, "width": width, "columns": WINDOW + width}, width > 0, device)
     if combined:
         return {"table": out.table, "lengths": out.lengths}, out
@@ -369,29 +369,10 @@ def _index_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any],
 
 def new_tables(rows: int, width: int, combined: bool, device: torch.device) -> Indices:
     """Unfilled index tables of `rows` rows and `width` compressed columns, in a family's form."""
-    return _tables_like(torch.empty(0, dtype=torch.int32, device=device), rows, width, combined)
-
-
-def _tables_like(source: torch.Tensor, rows: int, width: int, combined: bool) -> Indices:
-    """`new_tables` with the device of an int32 tensor, from which torch makes others faster than from nothing."""
-    new = source.new_empty
+    new = functools.partial(torch.empty, dtype=torch.int32, device=device)
     if combined:
         return CombinedIndices(new(rows, WINDOW + width), new(rows))
     return SegmentIndices(new(rows, WINDOW), new(rows), *((new(rows, width), new(rows)) if width else ()))
-
-
-def _has_shape(out: Any, combined: bool, rows: int, width: int) -> bool:
-    """Whether tables have the result's form, extents and dense rows; the compiled function checks the rest."""
-    if combined:
-        fits = type(out) is CombinedIndices and out.table.shape == (rows, WINDOW + width) and out.lengths.shape == (rows,)
-        return fits and out.table.is_contiguous()
-    if type(out) is not SegmentIndices or out.window.shape != (rows, WINDOW) or out.window_lengths.shape != (rows,):
-        return False
-    if not out.window.is_contiguous():
-        return False
-    if not width or out.compressed is None or out.compressed_lengths is None:
-        return not width
-    return out.compressed.shape == (rows, width) and out.compressed_lengths.shape == (rows,) and out.compressed.is_contiguous()
 
 
 def _check_qkv_insert(a: Mapping[str, Any], target: Target | None) -> None:
@@ -460,9 +441,8 @@ def _insert_outputs(a: Mapping[str, Any], plan: Plan) -> tuple[Mapping[str, Any]
     rows = q.shape[0]
     if out is None:
         out = q.new_empty(rows, plan.size, HEAD_DIM, dtype=a["q_dtype"])
-    elif (
-        out.shape != (rows, plan.size, HEAD_DIM) or not out.is_contiguous()
-    ):  # no symbol of the compiled function ties its extents to other arguments
+    # No symbol of the compiled function ties its extents to other arguments.
+    elif out.shape != (rows, plan.size, HEAD_DIM) or not out.is_contiguous():
         validate.qkv_insert(a)
     return {"out": out}, out
 

@@ -3,7 +3,7 @@
 One kernel for both families and both ratios. What differs is handed in as values: `Plan` (ratio, sizes, thread layout), a splitter
 (how many blocks share a window) and a row writer (the cache format).
 
-Work is dealt out by rows: a team (the blocks of a cluster, or one block) takes up to `rows` rows of the step. The warps of a block have
+Work is dealt out by rows: a team (the blocks of a cluster, or one block) takes some rows of the step (`Dealt`). The warps of a block have
 roles that meet in shared memory only, so that no role waits for another one's loads:
 
 - one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
@@ -267,8 +267,7 @@ class CompressKernel:
             rotation = self.load_rotation(shared, turn, owned) if early else None
             partial = pooling.Partial.empty(COLUMNS)
             for chunk in cutlass.range(chunks, unroll=1):
-                for fragment, value in zip(partial, (pooling.NEG_INF, 0.0, 0.0), strict=True):
-                    fragment.fill(value)
+                partial.clear()
                 for stage in cutlass.range(stages, unroll=1):
                     coming = cute.make_rmem_tensor(shape, Float32)
                     if cutlass.const_expr(plan.window > ring.rows):
@@ -396,7 +395,7 @@ class CompressKernel:
                     saved = Boolean(True)
                     if cutlass.const_expr(plan.on_the_way):
                         saved = not self.is_pooled(mA, t, position, request, limit)
-                    if cutlass.const_expr(mA.seq_lens is not None):
+                    elif cutlass.const_expr(mA.seq_lens is not None):
                         saved = self.is_saved(mA, Int64(Int32(position)), Int64(mA.seq_lens[request]))
                     if saved:
                         target = self.slot_address(mA, by_state_rows, slot)

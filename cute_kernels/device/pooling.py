@@ -26,11 +26,15 @@ class Partial(NamedTuple):
 
     @staticmethod
     def empty(count: int) -> "Partial":
-        peak, weight, product = (cute.make_rmem_tensor(cute.make_layout(count), Float32) for _ in range(3))
-        peak.fill(NEG_INF)
-        weight.fill(0.0)
-        product.fill(0.0)
-        return Partial(peak, weight, product)
+        partial = Partial(*(cute.make_rmem_tensor(cute.make_layout(count), Float32) for _ in range(3)))
+        partial.clear()
+        return partial
+
+    def clear(self) -> None:
+        """Make it that of no row."""
+        self.peak.fill(NEG_INF)
+        self.weight.fill(0.0)
+        self.product.fill(0.0)
 
 
 def reference_point(peak: Float32) -> Float32:

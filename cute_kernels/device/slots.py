@@ -1,5 +1,6 @@
 """From ids to table entries: loading them, block-table look-up, validity, remap, and the exact division that they need."""
 
+import functools
 from typing import NamedTuple
 
 import cutlass
@@ -98,18 +99,12 @@ def load_ids(gIds: cute.Tensor, begin: Int32, columns: Int32, lane: Int32, ids: 
 
 def least(ids: cute.Tensor) -> Uint32:
     """Smallest of a lane's ids as unsigned numbers: negative ones are larger than any other."""
-    found = Uint32(ids[0])
-    for i in range(1, cute.size(ids)):
-        found = cutlass.min(found, Uint32(ids[i]))
-    return found
+    return functools.reduce(cutlass.min, [Uint32(ids[i]) for i in range(cute.size(ids))])
 
 
 def largest(ids: cute.Tensor) -> Uint32:
     """Largest of a lane's ids as unsigned numbers: a negative one, if there is one."""
-    found = Uint32(ids[0])
-    for i in range(1, cute.size(ids)):
-        found = cutlass.max(found, Uint32(ids[i]))
-    return found
+    return functools.reduce(cutlass.max, [Uint32(ids[i]) for i in range(cute.size(ids))])
 
 
 def any_below(ids: cute.Tensor, limit: Int32) -> Boolean:

@@ -2,7 +2,7 @@
 
 A splitter is a value handed to the kernel. A window falls into chunks, whose partial results are folded in pairs, pairs of pairs and so on,
 inside a block as between blocks, each of which has a subtree: so the bytes of a cache row do not depend on the split. Windows are
-counted by `turn`. Only the threads that pool call, but for `choose` and `launch_options` (host) and `prepare`.
+counted by `turn`. `fold`, `gather`, `sum` and `owns` are for the threads that pool; `choose` and `launch_options` are host code.
 """
 
 import operator
@@ -207,7 +207,7 @@ class RowCluster:
             for q in cutlass.range_constexpr(3):
                 place = self.place(storage, share.rank, q, owners, tid & (owners - 1))
                 bits = tuple(convert.bits_of(partial[q][c]) for c in range(COLUMNS))
-                cute.arch.store_async_dsmem(place.iterator, bits, barrier, tid >> (7 - share.shift))
+                cute.arch.store_async_dsmem(place.iterator, bits, barrier, tid >> (COLUMN_THREADS.bit_length() - 1 - share.shift))
             if tid < owners:
                 cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
                 for shift in self.shifts():
