@@ -132,8 +132,8 @@ class Coverage:
         self.texts.update(result.texts)
 
     def require(self, name: str, allowed: float = 0.02) -> None:
-        """At most this share of the PTX lines of `name` was never executed."""
-        assert name in self.lines, f"{name} was never launched; launched: {', '.join(self.lines)}"
+        """`name` alone was launched, and at most this share of its PTX lines was never executed."""
+        assert set(self.lines) == {name}, f"launched: {', '.join(self.lines) or 'nothing'}; wanted: {name}"
         lines = self.lines[name]
         never = [line for line, runs in sorted(lines.items()) if not runs]
         listing = "\n".join(f"  {line}: {self.texts[line]}" for line in never[:60])

@@ -103,19 +103,22 @@ def cases(spec: CompressStoreSpec) -> list[CompressCase]:
         "alignment": spec.vector_bytes,
         "kv_scale": 0.5 if spec.kv_format == "fp8" else None,
     }
-    prefill = [Request(0, 2 * ratio + 3), Request(3 * ratio - 2, ratio + 5), Request(5 * ratio - 1, 1), Request(ratio - 1, 4)]
-    decode = [Request(k * ratio - 1 + k % 2, 1) for k in range(1, 9)]
+    prefill = [Request(0, ratio + 7), Request(3 * ratio - 2, 9), Request(5 * ratio - 1, 1), Request(ratio - 1, 4)]
+    decode = [Request(k * ratio - 1 + k % 2, 1) for k in range(1, 9 if ratio == 4 else 6)]
     made = [
         make_compress_case(prefill, padding=5, seed=1, **common),
         make_compress_case(decode, padding=2, unstored=0.2, seed=2, **common),
         make_compress_case(mix(40, 7, ratio=ratio), skipped=0.2, stale_blocks=True, padding=3, short="kv_slots", seed=3, **common),
-        make_compress_case(decode[:4], value_scale=1e4, score_scale=20.0, seed=4, **{**common, "kv_scale": None}),
-        make_compress_case(decode[:3], value_scale=1e-4, zero_group=True, strided=False, seed=5, **common),
+        make_compress_case(decode[:2], value_scale=1e4, score_scale=20.0, seed=4, **{**common, "kv_scale": None}),
+        make_compress_case(
+            decode[:3], value_scale=1e-4, zero_group=True, strided=False, page_rows=4, seed=5, **common
+        ),  # 4 * 584 % 32 == 0
         make_compress_case([Request(9 * ratio - 3, 6)], state_block=3, page_rows=5, seed=6, **common),
         crowded(spec, **common),
     ]
     one = make_compress_case(decode[1:2], seed=12, **common)
-    made += [lengthened(one, count) for count in (4097, 16385) if split_of(spec, count) != split_of(spec, 1)]
+    shortest = {split_of(spec, count): count for count in (16385, 4097, 1)}  # step of each split
+    made += [lengthened(one, count) for count in shortest.values() if count > 1]
     return [aligned(c, spec.vector_bytes) for c in made]
 
 

@@ -129,9 +129,7 @@ def move_with_strides(x: torch.Tensor, device: torch.device | str) -> torch.Tens
 
 
 def clone_with_strides(x: torch.Tensor) -> torch.Tensor:
-    """A copy of `x` with its strides."""
-    if x.is_contiguous():
-        return x.clone()
+    """A copy of `x` with its strides and its place in the storage, on which its alignment depends."""
     flat = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return flat.clone().as_strided(x.shape, x.stride(), x.storage_offset())
 
