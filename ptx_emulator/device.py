@@ -112,8 +112,6 @@ class EmulatedKernel:
         except PtxSyntaxError as error:
             raise error.of_file(self.ptx_file) from None
         self._callback = _CALLBACK(self._launch)
-        static = max(p.build.static_shared for p in self.programs.values()) - SHARED_START
-        self.library.ptx_emulator_connect(self._callback, self.shared_limit, static)
 
     def __call__(self, *arguments: Any) -> Any:
         names = list(self.argument_names)
@@ -122,6 +120,8 @@ class EmulatedKernel:
         self._arguments = dict(zip(names, arguments, strict=True))
         self._error = None
         self.launches, self.results = [], []
+        static = max(p.build.static_shared for p in self.programs.values()) - SHARED_START
+        self.library.ptx_emulator_connect(self._callback, self.shared_limit, static)  # kernels of one object share its library
         try:
             return self.function(*(self._relabel(a) for a in arguments))
         except Exception:

@@ -14,9 +14,9 @@ from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target, all_targets
 from ptx_emulator.device import Settings
 from tests.emulator.emulated import emulated
-from tests.emulator.test_compress_store import crowded
 from tests.support.compress import make_compress_case
 from tests.support.compress_check import check_compress
+from tests.support.compress_plan import crowded
 from tests.support.gather import check_converted, check_gathered, make_convert_case, make_gather_case
 from tests.support.index_case import check_indices, make_index_case
 from tests.support.insert import check_insert, make_insert_case
@@ -31,35 +31,26 @@ def _device(target: Target, given: Settings) -> Any:
     return emulated(target, **changes)
 
 
-def _compress(ratio: int, rows: list[Request], **options: Any) -> Run:
-    def run(name: str, settings: Settings) -> str:
-        target = Target.named(name)
-        kv_format = "bf16" if target.family == "sm100" else "fp8_ds_mla"
-        case = make_compress_case(rows, ratio=ratio, kv_format=kv_format, **options)
-        after = case.clone()
-        with _device(target, settings):
-            ops.compress_store(*after.args(), **after.kwargs())
-        return _compressed(check_compress(case, after))
-
-    return run
+def _kv_format(target: Target) -> str:
+    """The format that the family's cases use."""
+    return "bf16" if target.family == "sm100" else "fp8_ds_mla"
 
 
-def _compressed(found: Any) -> str:
-    return f"{found.rows} rows stored, {found.saved} saved; largest error {found.max_error:.3g}, allowed {found.bound:.3g}"
-
-
-def _crowded() -> Run:
-    """Nine windows in each of three blocks: the ring of each goes round several times."""
+def _compress(ratio: int, rows: list[Request] | None, **options: Any) -> Run:
+    """Steps of these rows; None: crowded ones."""
 
     def run(name: str, settings: Settings) -> str:
         target = Target.named(name)
-        kv_format = "bf16" if target.family == "sm100" else "fp8_ds_mla"
-        spec = CompressStoreSpec(target, ratio=4, kv_format=kv_format)
-        case = crowded(spec, ratio=4, kv_format=kv_format)
+        kv_format = _kv_format(target)
+        if rows is None:
+            case = crowded(CompressStoreSpec(target, ratio=ratio, kv_format=kv_format), ratio=ratio, kv_format=kv_format)
+        else:
+            case = make_compress_case(rows, ratio=ratio, kv_format=kv_format, **options)
         after = case.clone()
         with _device(target, settings):
             ops.compress_store(*after.args(), **after.kwargs())
-        return _compressed(check_compress(case, after))
+        found = check_compress(case, after)
+        return f"{found.rows} rows stored, {found.saved} saved; largest error {found.max_error:.3g}, allowed {found.bound:.3g}"
 
     return run
 
@@ -79,9 +70,7 @@ def _indices(source: IdSource, rows: list[Request], **options: Any) -> Run:
 def _insert(rows: int, heads: int) -> Run:
     def run(name: str, settings: Settings) -> str:
         target = Target.named(name)
-        case = make_insert_case(
-            rows, heads=heads, padded_heads=max(heads, 8), kv_format="bf16" if target.family == "sm100" else "fp8_ds_mla"
-        )
+        case = make_insert_case(rows, heads=heads, padded_heads=max(heads, 8), kv_format=_kv_format(target))
         after = case.clone()
         with _device(target, settings):
             q = ops.qkv_insert(*after.args(), **after.kwargs())
@@ -123,7 +112,7 @@ def _convert(rows: int, k: int, *, compact: bool, prefill: bool) -> Run:
 
 def _of_ratio(ratio: int) -> dict[str, Run]:
     decode = [Request(k * ratio - 1 + k % 2, 1) for k in range(1, 33)]
-    crowd = {"crowded": _crowded()} if ratio == 4 else {}
+    crowd = {"crowded": _compress(4, None)} if ratio == 4 else {}
     return {
         **crowd,
         "prefill": _compress(ratio, [Request(0, 2 * ratio + 40), Request(3 * ratio - 2, 60)]),

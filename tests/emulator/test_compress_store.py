@@ -21,7 +21,7 @@ from ptx_emulator import FOREIGN, Memory
 from tests.emulator.emulated import Coverage, at_alignment, emulated, prepare, sparse
 from tests.support.compress import CompressCase, lengthened, make_compress_case
 from tests.support.compress_check import check_compress, expected
-from tests.support.compress_plan import plan_of, split_of
+from tests.support.compress_plan import crowded, plan_of, split_of
 from tests.support.pools import owned_bytes
 from tests.support.steps import Request, mix
 
@@ -61,20 +61,6 @@ def run(case: CompressCase, target: Target, **options: Any) -> CompressCase:
 def aligned(case: CompressCase, alignment: int) -> CompressCase:
     """The case with a `norm_weight` that allows accesses of exactly `alignment` bytes (pools and scores follow the case's own)."""
     return dataclasses.replace(case, norm_weight=at_alignment(case.norm_weight, alignment), cache=case.cache)
-
-
-def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
-    """Three teams with nine rows each, every one of which closes a ratio-4 window; the rows of all other teams are padding.
-
-    More windows than a ring has stages, and more rows than a block saves together. (A window of ratio 128 has many stages by itself.)
-    """
-    plan, (_, deal) = plan_of(spec), split_of(spec, 1)
-    rows = {plan.row_of(team, i, deal) for team in range(3) for i in range(9)}
-    count = max(rows) + 1
-    assert split_of(spec, count)[1] == deal
-    case = make_compress_case([Request(4 * (k % 5) + 3, 1) for k in range(count)], seed=9, **options)
-    case.state_slots[[t for t in range(count) if t not in rows]] = -1
-    return case
 
 
 def long_step(spec: CompressStoreSpec, **options: Any) -> CompressCase:

@@ -94,6 +94,14 @@ class Layer:
         torch.cuda.synchronize()
         return [x.clone() for x in self.results()]
 
+    def check(self, chain: Callable[[], None], graph: bool, want: list[torch.Tensor]) -> None:
+        """`chain`, launched again and again or as a graph of it, leaves `want` each time."""
+        run = repeated(chain, graph)
+        for _ in range(REPEATS):
+            run()
+            for got, wanted in zip(self.results(), want, strict=True):
+                assert torch.equal(got, wanted)
+
 
 def repeated(run: Callable[[], None], graph: bool) -> Callable[[], None]:
     """`run`, or replays of a graph of it."""
@@ -131,11 +139,7 @@ def test_a_dependent_launch_sees_the_whole_chain(
             layer.calls[name](name != order[0])
         layer.gather()
 
-    run = repeated(chain, graph)
-    for _ in range(REPEATS):
-        run()
-        for got, wanted in zip(layer.results(), want, strict=True):
-            assert torch.equal(got, wanted)
+    layer.check(chain, graph, want)
 
 
 @formats
@@ -160,11 +164,7 @@ def test_inputs_that_arrive_right_in_front_of_the_chain(family: str, kv_format: 
             layer.calls[name](name != order[0])
         layer.gather()
 
-    run = repeated(chain, graph)
-    for _ in range(REPEATS):
-        run()
-        for got, wanted in zip(layer.results(), want, strict=True):
-            assert torch.equal(got, wanted)
+    layer.check(chain, graph, want)
 
 
 @formats
@@ -187,8 +187,4 @@ def test_small_inputs_that_one_block_brings(family: str, kv_format: str, graph: 
         layer.calls["insert"](True)
         layer.gather()
 
-    run = repeated(chain, graph)
-    for _ in range(REPEATS):
-        run()
-        for got, wanted in zip(layer.results(), want, strict=True):
-            assert torch.equal(got, wanted)
+    layer.check(chain, graph, want)

@@ -1,4 +1,5 @@
-"""The plan and the splitter of a `compress_store` spec, as the family's module makes them, and how they deal a step's rows."""
+"""The plan and the splitter of a `compress_store` spec, as the family's module makes them, how they deal a step's rows, and a step that
+fills them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import importlib
 from typing import Any
 
 from cute_kernels.compile.spec import CompressStoreSpec
+from tests.support.compress import CompressCase, make_compress_case
+from tests.support.steps import Request
 
 
 def plan_of(spec: CompressStoreSpec) -> Any:
@@ -27,3 +30,18 @@ def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
     of = [[plan.row_of(team, i, deal) for i in range(plan.rows_of(count, deal))] for team in range(min(plan.teams(count, deal), deal))]
     even = [[t for t in rows if t < evenly] for rows in of]
     return even + [list(range(first, first + plan.short)) for first in range(evenly, count, plan.short or 1)]
+
+
+def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
+    """Three teams with nine rows each, every one of which closes a ratio-4 window; the rows of all other teams are padding.
+
+    More windows than a ring has stages, and more rows than a block saves together. (None closes a window of ratio 128, which has many
+    stages by itself: there rows are saved only.)
+    """
+    plan, (_, deal) = plan_of(spec), split_of(spec, 1)
+    rows = {plan.row_of(team, i, deal) for team in range(3) for i in range(9)}
+    count = max(rows) + 1
+    assert split_of(spec, count)[1] == deal
+    case = make_compress_case([Request(4 * (k % 5) + 3, 1) for k in range(count)], seed=9, **options)
+    case.state_slots[[t for t in range(count) if t not in rows]] = -1
+    return case
