@@ -85,14 +85,18 @@ class Clocks:
 
     def columns_of(self, lanes: np.ndarray) -> np.ndarray:
         """The columns of single threads."""
+        self.single = True
+        return self.assign(self.own_column, lanes)
+
+    def assign(self, columns: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        """Columns of single threads by a table [threads of a cluster], -1: none yet; it is filled as it is asked."""
         threads = lanes % (self.width * 32)
-        new = np.unique(threads[self.own_column[threads] < 0])
+        new = np.unique(threads[columns[threads] < 0])
         if new.size:
             self._room(0, self.columns + new.size)
-            self.own_column[new] = self.columns + np.arange(new.size)
+            columns[new] = self.columns + np.arange(new.size)
             self.columns += new.size
-            self.single = True
-        return self.own_column[threads]
+        return columns[threads]
 
     def _own_rows(self, lanes: np.ndarray) -> np.ndarray:
         """Rows that these lanes share with nobody."""
@@ -155,6 +159,11 @@ class Clocks:
             rows = np.r_[rows, self._own_rows(rest)]
         part = self.seen[rows, :, : known.shape[-1]]
         self.seen[rows, :, : known.shape[-1]] = np.maximum(part, known)
+
+    def learn_singly(self, lanes: np.ndarray, columns: np.ndarray, dates: np.ndarray) -> None:
+        """Each of these lanes learns the ORDER of one column, up to a date."""
+        rows = self._own_rows(lanes)
+        self.seen[rows, ORDER, columns] = np.maximum(self.seen[rows, ORDER, columns], dates)
 
     def fence(self, lanes: np.ndarray, *, proxy: bool = False, init: bool = False) -> None:
         """A fence of cluster scope or wider, one between proxies, or one of mbarrier initialisations."""

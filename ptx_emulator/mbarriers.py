@@ -92,12 +92,12 @@ class MBarriers:
             bar.gathering = merge(bar.gathering, races.clocks.release(lanes))
 
     def agent(self, bar: MBarrier, place: int) -> tuple[int, int]:
-        """Column and date of copies that complete in this phase."""
+        """Who copies that complete in this phase are to `races`, and their date."""
         machine = self.machine
         assert machine.races is not None
         if bar.column < 0:
             bar.column = machine.races.clocks.column(("mbarrier", place % (machine.shared.row * machine.launch.cluster_size)))
-        return bar.column, bar.phase + 1
+        return machine.races.threads + bar.column, bar.phase + 1
 
     def settle(self, bar: MBarrier) -> None:
         if bar.pending == 0 and bar.bytes == 0:

@@ -173,7 +173,7 @@ class RaceChecker:
     # ---- accesses of asynchronous copies
 
     def copy(self, lane: int, index: int, start: int, nbytes: int, agent: int, date: int, *, writes: bool) -> None:
-        """A bulk copy of a thread writes or reads `nbytes` at `start`; it is over when somebody knows of column `agent` at `date`."""
+        """A bulk copy of a thread writes or reads `nbytes` at `start`; it is over for who knows of `agent` at `date`."""
         if not self.started:
             self._start()
         clocks = self.clocks
@@ -188,9 +188,9 @@ class RaceChecker:
 
         what = f"a copy {'overwrites' if writes else 'reads'} what was written by"
         refuse(ORDER, what, clocks.unknown(row, ORDER, writer, written) & (writer != thread), writer)
-        refuse(BRIDGED, what, clocks.unknown(row, BRIDGED, writer, written) & (writer < self.threads), writer)
+        refuse(BRIDGED, what, clocks.unknown(row, BRIDGED, writer, written), writer)
         if not writes:
-            self.fetcher[cell], self.fetch_date[cell] = self.threads + agent, date
+            self.fetcher[cell], self.fetch_date[cell] = agent, date
             return
         for kind in (ORDER, BRIDGED):
             late = self.read_date[cell] > clocks.seen[row, kind, : self.width]
@@ -200,16 +200,7 @@ class RaceChecker:
                 self._late(kind, np.full(n.size, index), warp, np.full(n.size, row[0]), cell[n], itself)
         fetcher = self.fetcher[cell]
         refuse(ORDER, "a copy overwrites what is read by", clocks.unknown(row, ORDER, fetcher, self.fetch_date[cell]), fetcher)
-        self.writer[cell], self.write_date[cell], self.write_atomic[cell] = self.threads + agent, date, False
-
-    def landed(self, lanes: np.ndarray, place: np.ndarray, nbytes: int) -> None:
-        """Copies of `cp.async` that threads have waited for: from now on they count as their ordinary stores."""
-        if not self.started:
-            self._start()
-        for k in range(max(nbytes // self.granule, 1)):
-            cell = place // self.granule + k
-            self.writer[cell] = lanes % self.threads
-            self.write_date[cell] = self.clocks.clock[lanes // 32]
+        self.writer[cell], self.write_date[cell], self.write_atomic[cell] = agent, date, False
 
     # ---- mbarriers
 

@@ -122,6 +122,12 @@ LOOP:
 )
 
 
+def aligned(count: int) -> np.ndarray:
+    """`count` int32 zeros at an address that bulk copies take: a multiple of 16."""
+    room = np.zeros(count + 3, np.int32)
+    return room[-room.ctypes.data % 16 // 4 :][:count]
+
+
 def run_vector(
     text: str, *, threads: int = 64, grid: int = 1, count: int | None = None, parameters: tuple[int, ...] = (), **options: Any
 ) -> np.ndarray:
@@ -300,12 +306,9 @@ ASYNC = entry(
 
 def run_copy(text: str) -> np.ndarray:
     """Run BULK or ASYNC on x = 7, 8, ..., 70; returns y."""
-    memory = Memory()
-    x, y = np.arange(7, 71, dtype=np.int32), np.zeros(64, np.int32)
-    whole = np.zeros(96, np.int32)
-    start = (-whole.ctypes.data % 16) // 4
-    whole[start : start + 64] = x
-    parameters = [memory.add_array("y", y), memory.add_array("x", whole[start : start + 64], writable=False)]
+    memory, x, y = Memory(), aligned(64), aligned(64)
+    x[:] = np.arange(7, 71)
+    parameters = [memory.add_array("y", y), memory.add_array("x", x, writable=False)]
     run_ptx(text, 1, 64, parameters, memory)
     return y
 
@@ -489,19 +492,16 @@ SWAP = entry(
 
 def run_ring(text: str) -> np.ndarray:
     """Run RING on x = 0, 1, ..., 191; returns y."""
-    memory = Memory()
-    x, y = np.zeros(224, np.int32), np.zeros(192, np.int32)
-    start = (-x.ctypes.data % 16) // 4
-    x[start : start + 192] = np.arange(192)
-    parameters = [memory.add_array("y", y), memory.add_array("x", x[start : start + 192], writable=False)]
+    memory, x, y = Memory(), aligned(192), np.zeros(192, np.int32)
+    x[:] = np.arange(192)
+    parameters = [memory.add_array("y", y), memory.add_array("x", x, writable=False)]
     run_ptx(text, 1, 64, parameters, memory)
     return y
 
 
 def run_bulk_store(text: str) -> np.ndarray:
-    memory, room = Memory(), np.zeros(80, np.int32)
-    start = (-room.ctypes.data % 16) // 4
-    y = room[start : start + 64]
+    """Run BULK_STORE; returns y."""
+    memory, y = Memory(), aligned(64)
     run_ptx(text, 1, 64, [memory.add_array("y", y)], memory)
     return y
 

@@ -27,6 +27,7 @@ from tests.emulator.small_kernels import (
 )
 
 FENCE = "fence.proxy.async.shared::cta;"
+OVER = "    xor.b32 %r5, %r4, 4;\n    st.shared.b32 [%r5], %r1;"  # a neighbour's word
 READ = "    ld.shared.b32 %r10, [%r9];\n"
 HALVES = """setp.lt.u32 %p5, %r3, 16;
     @%p5 bra LOW;
@@ -55,6 +56,24 @@ def flat(text: str) -> str:
     return "\n".join(line.strip() for line in text.split("\n"))
 
 
+# ASYNC without the exchange of neighbours: thread 0 stores the words to y in bulk.
+ASYNC_BULK = changed(
+    ASYNC,
+    (
+        "cp.async.wait_group 0;\n    bar.sync 0;",
+        f"""cp.async.wait_group 0;
+    {FENCE}
+    bar.sync 0;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 exit;
+    cp.async.bulk.global.shared::cta.bulk_group [%l1], [%r2], 256;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+    exit;""",
+    ),
+)
+
+
 def one_arrives(sync: str) -> str:
     """RING with one lane that arrives on the empty barrier for its warp."""
     text = changed(RING, ("[%r2+272], 32", "[%r2+272], 1"), ("[%r2+280], 32", "[%r2+280], 1"))
@@ -80,6 +99,9 @@ def test_right_kernels_pass() -> None:
     at_the_end = changed(BULK_STORE, (FENCE, ""), ("bar.sync 0;", f"bar.sync 0;\n    {FENCE}"))
     assert (run_bulk_store(at_the_end) == np.arange(64)).all()
     assert (run_swap(SWAP) == np.arange(192) ^ 32).all()
+    assert (run_copy(ASYNC_BULK) == np.arange(7, 71)).all()
+    twice = "    add.s64 %l4, %l2, 4;\n    cp.async.ca.shared.global [%r4], [%l4], 4;\n    cp.async.commit_group;\n    cp.async.wait_all;"
+    assert (run_copy(changed(ASYNC, ("cp.async.wait_group 0;", f"cp.async.wait_group 0;\n{twice}"))) == 8).all()
 
 
 Case = tuple[str, Callable[[str], np.ndarray], str, str, str]
@@ -170,6 +192,34 @@ FAULTS: list[Case] = [
         ),
         "shared-memory race",
         "",
+    ),
+    (
+        "cp.async: stored over before it is waited for",
+        run_copy,
+        changed(ASYNC, ("cp.async.wait_group 0;", f"bar.sync 0;\n{OVER}\n    bar.sync 0;\n    cp.async.wait_group 0;")),
+        "shared-memory race",
+        "overwrites what was written by an asynchronous copy",
+    ),
+    (
+        "cp.async: stored over by its own thread",
+        run_copy,
+        changed(ASYNC, ("cp.async.wait_group 0;", "st.shared.b32 [%r4], %r1;\n    cp.async.wait_group 0;")),
+        "shared-memory race",
+        "overwrites what was written by an asynchronous copy",
+    ),
+    (
+        "cp.async: stored over behind a wait for the group before",
+        run_copy,
+        changed(ASYNC, ("cp.async.wait_group 0;", f"cp.async.wait_group 1;\n    bar.sync 0;\n{OVER}\n    cp.async.wait_group 0;")),
+        "shared-memory race",
+        "overwrites what was written by an asynchronous copy",
+    ),
+    (
+        "cp.async: sent on in bulk without a proxy fence",
+        run_copy,
+        changed(ASYNC_BULK, (FENCE, "")),
+        "missing proxy fence",
+        "a copy reads what was written by an asynchronous copy",
     ),
     (
         "bulk load: initialisation not fenced",
