@@ -304,14 +304,6 @@ class Machine:
     # ---- ends
 
     def _finish(self) -> None:
-        if self.launch.pdl and not self.launch.independent and not self.waited_blocks.all():
-            block = int(np.flatnonzero(~self.waited_blocks)[0])
-            raise KernelFault(
-                "missing griddepcontrol.wait",
-                "a block leaves without waiting for the kernels before it, so kernels after it may start too early",
-                block=self.coordinates(block),
-                kernel=self.program.kernel.name,
-            )
         self.mbarriers.finish()
         if self.races:
             self.races.finish()

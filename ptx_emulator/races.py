@@ -37,10 +37,7 @@ class RaceChecker:
         self.width = self.clocks.width
         self.threads = self.width * 32
         self.granule = machine.program.build.shared_granule
-        self.started = False
-
-    def _start(self) -> None:
-        cells = self.machine.shared.data.size // self.granule
+        cells = machine.shared.data.size // self.granule
         self.writer = np.full(cells, -1, np.int32)  # a thread, or threads + column of a copy
         self.write_date = np.zeros(cells, np.int32)
         self.write_atomic = np.zeros(cells, bool)
@@ -49,10 +46,9 @@ class RaceChecker:
         self.fetcher = np.full(cells, -1, np.int32)  # a copy that reads: threads + column
         self.fetch_date = np.zeros(cells, np.int32)
         # Accesses to the shared memory of other blocks: per owner the last date of each warp, with its lanes, and of each copy.
-        self.remote = np.zeros((self.machine.block_count, self.width), np.int32)
-        self.remote_lanes = np.zeros((self.machine.block_count, self.width), U32)
+        self.remote = np.zeros((machine.block_count, self.width), np.int32)
+        self.remote_lanes = np.zeros((machine.block_count, self.width), U32)
         self.remote_copies: dict[tuple[int, int], int] = {}
-        self.started = True
 
     # ---- reports
 
@@ -81,8 +77,6 @@ class RaceChecker:
 
     def read(self, f: Fragment, place: np.ndarray, nbytes: int) -> None:
         """Check and record loads of `nbytes` at `place` (one per lane)."""
-        if not self.started:
-            self._start()
         clocks = self.clocks
         row, warp, thread = self._who(f)
         self._remote(f, place, row, warp)
@@ -124,8 +118,6 @@ class RaceChecker:
         date: np.ndarray | None = None,
     ) -> None:
         """Check and record stores before they are carried out; they count as done `by` copies at `date`, or by the threads themselves."""
-        if not self.started:
-            self._start()
         clocks = self.clocks
         row, warp, thread = self._who(f)
         self._remote(f, place, row, warp, by, date)
@@ -174,8 +166,6 @@ class RaceChecker:
 
     def copy(self, lane: int, index: int, start: int, nbytes: int, agent: int, date: int, *, writes: bool) -> None:
         """A bulk copy of a thread writes or reads `nbytes` at `start`; it is over for who knows of `agent` at `date`."""
-        if not self.started:
-            self._start()
         clocks = self.clocks
         row, thread = clocks.row[lane : lane + 1], lane % self.threads
         cell = np.arange(start // self.granule, (start + nbytes) // self.granule)
@@ -273,7 +263,7 @@ class RaceChecker:
     # ---- ends
 
     def finish(self) -> None:
-        if not self.started or self.cluster == 1 or not (self.remote.any() or self.remote_copies):
+        if self.cluster == 1 or not (self.remote.any() or self.remote_copies):
             return
         m = self.machine
         for block in range(m.block_count):
