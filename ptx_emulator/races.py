@@ -43,8 +43,8 @@ class RaceChecker:
         self.write_atomic = np.zeros(cells, bool)
         self.read_date = np.zeros((cells, self.width), np.int32)
         self.read_lanes = np.zeros((cells, self.width), U32)
-        self.fetcher = np.full(cells, -1, np.int32)  # a copy that reads: threads + column
-        self.fetch_date = np.zeros(cells, np.int32)
+        self.fetcher: np.ndarray | None = None  # from the first copy that reads on: such a copy as threads + column, with its date
+        self.fetch_date = np.zeros(0, np.int32)
         # Accesses to the shared memory of other blocks: per owner the last date of each warp, with its lanes, and of each copy.
         self.remote = np.zeros((machine.block_count, self.width), np.int32)
         self.remote_lanes = np.zeros((machine.block_count, self.width), U32)
@@ -136,10 +136,11 @@ class RaceChecker:
             if late.any():
                 i, w = np.nonzero(late)
                 self._late(ORDER, i, w, row[i], cell[i], thread[i])
-            if self.fetcher[cell].max() >= 0:
-                bad = clocks.unknown(row, ORDER, self.fetcher[cell], self.fetch_date[cell])
+            if self.fetcher is not None:
+                fetcher = self.fetcher[cell]
+                bad = clocks.unknown(row, ORDER, fetcher, self.fetch_date[cell])
                 if bad.any():
-                    raise self._race("overwrites what is read by", bad, place, self.fetcher[cell])
+                    raise self._race("overwrites what is read by", bad, place, fetcher)
             self.writer[cell] = thread if by is None else by
             self.write_date[cell] = now if date is None else date
             self.write_atomic[cell] = atomic
@@ -180,6 +181,8 @@ class RaceChecker:
         refuse(ORDER, what, clocks.unknown(row, ORDER, writer, written) & (writer != thread), writer)
         refuse(BRIDGED, what, clocks.unknown(row, BRIDGED, writer, written), writer)
         if not writes:
+            if self.fetcher is None:
+                self.fetcher, self.fetch_date = np.full_like(self.writer, -1), np.zeros_like(self.write_date)
             self.fetcher[cell], self.fetch_date[cell] = agent, date
             return
         for kind in (ORDER, BRIDGED):
@@ -188,8 +191,9 @@ class RaceChecker:
                 n, warp = np.nonzero(late)
                 itself = np.full(n.size, thread) if kind == ORDER else None
                 self._late(kind, np.full(n.size, index), warp, np.full(n.size, row[0]), cell[n], itself)
-        fetcher = self.fetcher[cell]
-        refuse(ORDER, "a copy overwrites what is read by", clocks.unknown(row, ORDER, fetcher, self.fetch_date[cell]), fetcher)
+        if self.fetcher is not None:
+            fetcher = self.fetcher[cell]
+            refuse(ORDER, "a copy overwrites what is read by", clocks.unknown(row, ORDER, fetcher, self.fetch_date[cell]), fetcher)
         self.writer[cell], self.write_date[cell], self.write_atomic[cell] = agent, date, False
 
     # ---- mbarriers
@@ -197,7 +201,7 @@ class RaceChecker:
     def use(self, bar: MBarrier, lanes: np.ndarray, index: np.ndarray, *, copy: bool = False) -> None:
         """Threads use an mbarrier, or name it to a copy: they must know that it is initialised, and for a copy that this was fenced."""
         users = bar.copiers if copy else bar.users
-        if all(int(lane) in users for lane in lanes):
+        if users[lanes].all():
             return
         clocks = self.clocks
         row, thread = clocks.row[lanes], lanes % self.threads
@@ -217,7 +221,7 @@ class RaceChecker:
             raise AccessFault(
                 "mbarrier", int(index[i]), f"uses an mbarrier that {who} initialised, without {missing} between them", "shared memory"
             )
-        users.update(int(lane) for lane in lanes)
+        users[lanes] = True
 
     # ---- other blocks of a cluster
 
