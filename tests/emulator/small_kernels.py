@@ -489,6 +489,36 @@ SWAP = entry(
     """,
 )
 
+# Block 0 hands words of global memory over to block 1, each with a flag of its own: words, flags, the words as block 1 got them.
+HANDOVER = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mul.wide.u32 %l2, %r1, 4;
+    add.s64 %l2, %l1, %l2;
+    setp.ne.u32 %p1, %r2, 0;
+    @%p1 bra WAIT;
+    add.s32 %r3, %r1, 5;
+    st.global.b32 [%l2], %r3;
+    st.release.gpu.global.b32 [%l2+128], 1;
+    bra END;
+WAIT:
+    ld.acquire.gpu.global.b32 %r4, [%l2+128];
+    setp.eq.u32 %p2, %r4, 0;
+    @%p2 bra WAIT;
+    ld.global.b32 %r5, [%l2];
+    st.global.b32 [%l2+256], %r5;
+END:
+    """,
+)
+
+
+def run_handover(text: str) -> np.ndarray:
+    """Run HANDOVER; returns the words as block 1 got them."""
+    return run_vector(text, threads=32, grid=2, count=96)[64:]
+
 
 def run_ring(text: str) -> np.ndarray:
     """Run RING on x = 0, 1, ..., 191; returns y."""
