@@ -29,14 +29,14 @@ def _cp(build: Build, ins: ptx.Instruction) -> Step:
         return _bulk(build, ins, m)
     if m.take("commit_group"):
         m.finish(0)
-        return lambda f: _groups(f).commit(f)
+        return lambda f: f.machine.copies.commit(f)
     if m.take("wait_all"):
         m.finish(0)
-        return lambda f: _groups(f).wait_all(f)
+        return lambda f: f.machine.copies.wait_all(f)
     if m.take("wait_group"):
         m.finish(1)
         n = int(ins.operands[0].text, 0)  # type: ignore[union-attr]
-        return lambda f: _groups(f).wait(f, n)
+        return lambda f: f.machine.copies.wait(f, n)
     if m.take("mbarrier"):
         raise m.unsupported("arrival of cp.async on an mbarrier")
     m.take("ca", "cg")
@@ -73,7 +73,7 @@ def _cp(build: Build, ins: ptx.Instruction) -> Step:
             for k in range(int(sizes[i])):
                 data[i, k] = machine.memory.load(addresses[i : i + 1] + U64(k), 1, 1)[0][0]
         machine.counters.loaded += int(sizes.sum())
-        _groups(f).start(f, machine.shared.place(f, targets, size)[0], data)
+        machine.copies.start(f, machine.shared.place(f, targets, size)[0], data)
 
     return run
 
@@ -155,13 +155,6 @@ def put(machine: Machine, place: np.ndarray, data: np.ndarray) -> None:
     where = place[:, None] + np.arange(data.shape[1])
     machine.shared.data[where] = data
     machine.shared.written[where] = 1
-
-
-def _groups(f: Fragment) -> CopyGroups:
-    machine = f.machine
-    if machine.copies is None:
-        machine.copies = CopyGroups(machine)
-    return machine.copies
 
 
 def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:

@@ -106,6 +106,8 @@ def test_right_kernels_pass() -> None:
     for before in ("setp.ne.u32 %p1, %r1, 0;", "cp.async.bulk.global"):  # by all behind the barrier, or by who issues the copy
         late = changed(BULK_STORE, (FENCE, ""), (before, f"{FENCE}\n{before}"))
         assert (run_bulk_store(late) == np.arange(64)).all()
+    empty_group = changed(BULK_STORE, ("OUT:", "    cp.async.bulk.commit_group;\nOUT:"))
+    assert (run_bulk_store(empty_group) == np.arange(64)).all()
     assert (run_swap(SWAP) == np.arange(192) ^ 32).all()
     assert (run_cluster(FENCED) == run_cluster(EXCHANGE)).all()
     assert (run_copy(ASYNC_BULK) == np.arange(7, 71)).all()
