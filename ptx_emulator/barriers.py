@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptx_emulator.clocks import merge
+from ptx_emulator.clocks import fit, merge
 from ptx_emulator.memory import AccessFault
 
 if TYPE_CHECKING:
@@ -82,11 +82,9 @@ class NamedBarriers:
         first = np.flatnonzero(np.r_[True, blocks[1:] != blocks[:-1]])
         together = np.maximum.reduceat(known, first, axis=0)
         before = self.known.get(number)
-        if before is None or before.shape[-1] < known.shape[-1]:
-            whole = np.zeros((self.machine.block_count, *known.shape[1:]), np.int32)
-            if before is not None:
-                whole[..., : before.shape[-1]] = before
-            self.known[number] = before = whole
+        if before is None:
+            before = np.zeros((self.machine.block_count, *known.shape[1:]), np.int32)
+        self.known[number] = before = fit(before, known.shape[-1])
         before[blocks[first]] = np.maximum(before[blocks[first]], together)
 
     def release_ready(self) -> None:
@@ -131,7 +129,7 @@ class NamedBarriers:
         if machine.races:
             for f, _ in released:
                 warps = machine.warps(f)[0]
-                machine.races.clocks.learn_warps(warps, self.known[number][warps // machine.warps_per_block], meet=True)
+                machine.races.clocks.learn_warps(warps, self.known[number][warps // machine.warps_per_block])
             self.known[number][done] = 0
         for f, _ in released:
             f.pc += 1

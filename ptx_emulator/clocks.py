@@ -29,7 +29,7 @@ _LANES = np.arange(32)
 _BITS = (np.uint32(1) << _LANES.astype(np.uint32)).astype(np.uint32)
 
 
-def _fit(known: np.ndarray, columns: int) -> np.ndarray:
+def fit(known: np.ndarray, columns: int) -> np.ndarray:
     """`known` [..., n] with at least `columns` columns."""
     missing = columns - known.shape[-1]
     return known if missing <= 0 else np.concatenate([known, np.zeros((*known.shape[:-1], missing), np.int32)], -1)
@@ -39,7 +39,7 @@ def merge(a: np.ndarray | None, b: np.ndarray) -> np.ndarray:
     """What two know together."""
     if a is None:
         return b
-    return np.maximum(_fit(a, b.shape[-1]), _fit(b, a.shape[-1]))
+    return np.maximum(fit(a, b.shape[-1]), fit(b, a.shape[-1]))
 
 
 class Clocks:
@@ -55,6 +55,7 @@ class Clocks:
         self.fenced: np.ndarray | None = None  # what each row knew at its last fence of cluster scope or wider
         self.rows, self.columns = warps, self.width
         self.row = np.arange(machine.alive.size) // 32
+        self.warp_of_row = np.arange(warps)
         self.split = np.zeros(warps, bool)  # some lane of the warp has its own row
         self.own_row = np.full(machine.alive.size, -1)
         self.own_column = np.full(self.width * 32, -1)
@@ -85,14 +86,18 @@ class Clocks:
 
     def columns_of(self, lanes: np.ndarray) -> np.ndarray:
         """The columns of single threads."""
+        self.single = True
+        return self.assign(self.own_column, lanes)
+
+    def assign(self, columns: np.ndarray, lanes: np.ndarray) -> np.ndarray:
+        """Columns of single threads by a table [threads of a cluster], -1: none yet; it is filled as it is asked."""
         threads = lanes % (self.width * 32)
-        new = np.unique(threads[self.own_column[threads] < 0])
+        new = np.unique(threads[columns[threads] < 0])
         if new.size:
             self._room(0, self.columns + new.size)
-            self.own_column[new] = self.columns + np.arange(new.size)
+            columns[new] = self.columns + np.arange(new.size)
             self.columns += new.size
-            self.single = True
-        return self.own_column[threads]
+        return columns[threads]
 
     def _own_rows(self, lanes: np.ndarray) -> np.ndarray:
         """Rows that these lanes share with nobody."""
@@ -101,6 +106,7 @@ class Clocks:
             self._room(self.rows + new.size, 0)
             self.own_row[new] = self.rows + np.arange(new.size)
             self.rows += new.size
+            self.warp_of_row = np.r_[self.warp_of_row, new // 32]
         rows = self.own_row[lanes]
         fresh = self.row[lanes] != rows
         self.seen[rows[fresh]] = self.seen[self.row[lanes[fresh]]]
@@ -122,14 +128,14 @@ class Clocks:
         mask = np.repeat(whole, counts)
         return warps[whole], np.unique(self.row[lanes[mask]]), lanes[~mask]
 
-    def _unite(self, warps: np.ndarray) -> np.ndarray:
-        """What the lanes of each warp know together."""
-        known = self.seen[warps]
+    def _unite(self, table: np.ndarray, warps: np.ndarray) -> np.ndarray:
+        """What the lanes of each warp that have not left have together in `seen` or `fenced`."""
+        known = table[warps]
         some = self.split[warps]
         if some.any():
-            lanes = warps[some, None] * 32 + _LANES
-            rows = np.where(self.machine.alive[lanes], self.row[lanes], warps[some, None])
-            known[some] = self.seen[rows].max(1)
+            mine = warps[some, None]
+            lanes = mine * 32 + _LANES
+            known[some] = table[np.where(self.machine.alive[lanes], self.row[lanes], mine)].max(1)
         return known
 
     # ---- any lanes
@@ -156,11 +162,16 @@ class Clocks:
         part = self.seen[rows, :, : known.shape[-1]]
         self.seen[rows, :, : known.shape[-1]] = np.maximum(part, known)
 
+    def learn_singly(self, lanes: np.ndarray, columns: np.ndarray, dates: np.ndarray) -> None:
+        """Each of these lanes learns the ORDER of one column, up to a date."""
+        rows = self._own_rows(lanes)
+        self.seen[rows, ORDER, columns] = np.maximum(self.seen[rows, ORDER, columns], dates)
+
     def fence(self, lanes: np.ndarray, *, proxy: bool = False, init: bool = False) -> None:
         """A fence of cluster scope or wider, one between proxies, or one of mbarrier initialisations."""
         if self.kinds == 1 and (proxy or init):
             return
-        whole, rows, rest = self._parties(lanes)
+        _, rows, rest = self._parties(lanes)
         own = np.zeros(0, np.int64)
         if rest.size:
             own, mine = self.columns_of(rest), self._own_rows(rest)
@@ -169,7 +180,7 @@ class Clocks:
             known = self.seen[some]
             dated = known.copy()
             if single is None:  # rows of whole warps: each knows its own warp
-                lead = self._warps_of(some, whole)
+                lead = self.warp_of_row[some]
                 dated[np.arange(some.size), ORDER, lead % self.width] = self.clock[lead]
             else:
                 dated[np.arange(some.size), ORDER, single] = self.clock[rest // 32]
@@ -189,22 +200,11 @@ class Clocks:
                 self.fenced[some] = dated
         self.clock[np.unique(lanes // 32)] += 1
 
-    def _warps_of(self, rows: np.ndarray, whole: np.ndarray) -> np.ndarray:
-        """The warp of each row."""
-        warps = self.clock.size
-        if not rows.size or rows[-1] < warps:
-            return rows
-        owner = np.zeros(self.rows, np.int64)
-        owner[:warps] = np.arange(warps)
-        lanes = np.flatnonzero(self.own_row >= 0)
-        owner[self.own_row[lanes]] = lanes // 32
-        return owner[rows]
-
     def meet(self, lanes: np.ndarray) -> None:
         """`bar.warp.sync` among some lanes of one warp, or among all lanes of several."""
         whole, _, rest = self._parties(lanes)
         if whole.size:
-            self.seen[whole] = self._unite(whole)
+            self.seen[whole] = self._unite(self.seen, whole)
             self._rejoin(whole)
             self.seen[whole, ORDER, whole % self.width] = self.clock[whole]
             self.clock[whole] += 1
@@ -219,7 +219,7 @@ class Clocks:
         some = warps[self.split[warps]]
         if some.size:
             if self.fenced is not None:
-                self.fenced[some] = self.fenced[self.row[some[:, None] * 32 + _LANES]].max(1)
+                self.fenced[some] = self._unite(self.fenced, some)
             self.row[(some[:, None] * 32 + _LANES).ravel()] = np.repeat(some, 32)
             self.split[some] = False
 
@@ -230,27 +230,20 @@ class Clocks:
         own = warps % self.width
         rows = np.arange(warps.size)
         if relaxed:
-            known = np.zeros((warps.size, *self.seen.shape[1:]), np.int32) if self.fenced is None else self.fenced[warps]
-            if self.fenced is not None and self.split[warps].any():
-                lanes = warps[:, None] * 32 + _LANES
-                known = np.maximum(known, self.fenced[self.row[lanes]].max(1))
+            nothing = np.zeros((warps.size, *self.seen.shape[1:]), np.int32)
+            known = nothing if self.fenced is None else self._unite(self.fenced, warps)
             known[rows, ORDER, own] = np.maximum(known[rows, ORDER, own], STARTED)
         else:
-            known = self._unite(warps)
+            known = self._unite(self.seen, warps)
             known[rows, ORDER, own] = self.clock[warps]
         self.clock[warps] += 1
         return known
 
-    def learn_warps(self, warps: np.ndarray, known: np.ndarray, *, meet: bool) -> None:
-        """Every lane of each warp learns `known` [warps, kinds, columns]; with `meet`, what its lanes knew alone is in it."""
+    def learn_warps(self, warps: np.ndarray, known: np.ndarray) -> None:
+        """Every lane of each warp learns `known` [warps, kinds, columns], which holds what each of its lanes knew alone."""
+        self._rejoin(warps)
         n = known.shape[-1]
-        if meet:
-            self._rejoin(warps)
         self.seen[warps, :, :n] = np.maximum(self.seen[warps, :, :n], known)
-        for warp in warps[self.split[warps]]:
-            i = int(np.flatnonzero(warps == warp)[0])
-            rows = np.unique(self.row[warp * 32 + _LANES])
-            self.seen[rows, :, :n] = np.maximum(self.seen[rows, :, :n], known[i])
 
     # ---- questions
 

@@ -1,8 +1,9 @@
 """Conflicts in global memory within one launch.
 
 Every place that the kernel may write remembers who wrote it last, and which block read it before anybody wrote. Threads of a block are
-ordered by its barriers (`clocks`); blocks are not ordered at all, unless the kernel makes them communicate by atomics or acquiring loads,
-which this does not follow: then only the threads of a block are judged. Writing the value that is there already is no conflict.
+ordered by its barriers (`clocks`); blocks are not ordered at all, unless the kernel makes them communicate by atomics or strong stores,
+which this does not follow: then only the threads of a block are judged. Strong loads alone order nobody. Writing the value that is there
+already is no conflict.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ class Result:
 
     accesses  with `statistics`: PTX line of each global load and store -> (warps, 32-byte sectors they touched, bytes)
     warps     with `statistics`: PTX line of each instruction -> warps that executed it, with any number of lanes
-    races, pdl, read_only, owned, unwritten
-              what could be judged: races; waiting, as launched with PDL; stores to read-only tensors and outside owned rows, reads of
-              unwritten outputs, as buffers were declared so
+    races, pdl, independent, read_only, owned, unwritten
+              what could be judged: races; waiting, as launched with PDL, and if independent only that some block does so before it
+              leaves; stores to read-only tensors and outside owned rows, reads of unwritten outputs, as buffers were declared so
     """
 
     kernel: str
@@ -40,11 +40,12 @@ class Result:
     stored: int
     accesses: dict[int, tuple[int, int, int]]
     warps: dict[int, int]
-    races: bool = True
-    pdl: bool = False
-    read_only: bool = False
-    owned: bool = False
-    unwritten: bool = False
+    races: bool
+    pdl: bool
+    independent: bool
+    read_only: bool
+    owned: bool
+    unwritten: bool
 
     @property
     def never(self) -> list[int]:
@@ -142,19 +143,14 @@ def run_ptx(
     order = _cluster_order(launch)
     step = clusters_at_once * launch.cluster_size
     global_races = GlobalRaces(program.build.global_granule, program.build.communicates) if check_races else None
-    waited = False
+    waited = np.zeros(0, bool)
     for start in range(0, order.shape[0], step):
         machine = Machine(program, launch, whole, order[start : start + step], counters, global_races)
         machine.run()
-        waited = waited or bool(machine.waited_blocks.any())
-    if pdl and independent and not waited:
-        message = "all blocks leave without waiting for the kernels before them, so kernels after them may start too early"
-        raise KernelFault("missing griddepcontrol.wait", message, kernel=program.kernel.name)
-    result = _result(program, counters)
-    result.races, result.pdl = check_races, pdl
-    result.read_only = any(not b.writable for b in memory.buffers)
-    result.owned, result.unwritten = (any(b.declared & bit for b in memory.buffers) for bit in (FOREIGN, UNWRITTEN))
-    return result
+        waited = np.r_[waited, machine.waited_blocks]
+    if pdl:
+        _check_waits(program, independent, waited, order)
+    return _result(program, counters, launch, memory.buffers)
 
 
 def _check(program: Program, launch: Launch, shared_limit: int) -> None:
@@ -183,6 +179,17 @@ def _check(program: Program, launch: Launch, shared_limit: int) -> None:
         raise LaunchError(f"{total} bytes of shared memory, {shared_limit} at most")
 
 
+def _check_waits(program: Program, independent: bool, waited: np.ndarray, order: np.ndarray) -> None:
+    """Every block has to wait for the kernels in front before it leaves; in an independent launch one of them."""
+    if waited.all() or (independent and waited.any()):
+        return
+    x, y, z = order[np.argmin(waited)].tolist()
+    message = (
+        f"{'all blocks leave' if independent else 'a block leaves'} without waiting for earlier kernels, so later ones may start too early"
+    )
+    raise KernelFault("missing griddepcontrol.wait", message, block=None if independent else (x, y, z), kernel=program.kernel.name)
+
+
 def _cluster_order(launch: Launch) -> np.ndarray:
     """Block coordinates [blocks, 3], cluster after cluster, by rank within each; x runs fastest in both."""
     gx, gy, gz = (g // c for g, c in zip(launch.grid, launch.cluster, strict=True))
@@ -202,7 +209,7 @@ def _constants(program: Program) -> list[Buffer]:
     return found
 
 
-def _result(program: Program, counters: Counters) -> Result:
+def _result(program: Program, counters: Counters, launch: Launch, buffers: Sequence[Buffer]) -> Result:
     lines: dict[int, tuple[int, int]] = {}
     texts: dict[int, str] = {}
     opcodes: dict[str, int] = {}
@@ -216,4 +223,19 @@ def _result(program: Program, counters: Counters) -> Result:
             warps[ins.line] = warps.get(ins.line, 0) + int(counters.warps[block.index])
             opcodes[ins.base] = opcodes.get(ins.base, 0) + lanes
     accesses = {line: (row[0], row[1], row[2]) for line, row in sorted((counters.accesses or {}).items())}
-    return Result(program.kernel.name, lines, texts, opcodes, counters.loaded, counters.stored, accesses, warps)
+    return Result(
+        kernel=program.kernel.name,
+        lines=lines,
+        texts=texts,
+        opcodes=opcodes,
+        loaded=counters.loaded,
+        stored=counters.stored,
+        accesses=accesses,
+        warps=warps,
+        races=launch.check_races,
+        pdl=launch.pdl,
+        independent=launch.independent,
+        read_only=any(not b.writable for b in buffers),
+        owned=any(b.declared & FOREIGN for b in buffers),
+        unwritten=any(b.declared & UNWRITTEN for b in buffers),
+    )

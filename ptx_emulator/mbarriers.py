@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 class MBarrier:
     """`expected` arrivals per phase, `pending` of them still to come, `bytes` transactions still to come.
 
+    maker, made        lane that initialised it, and the date of that
+    users, copiers     by lane: known to use it rightly, itself and by copies
     gathering, passed  what those who have arrived in this phase knew, and what those did who arrived in all phases before
     column             of the copies that complete here, among those of the clocks; -1: none has
-    maker, made        lane that initialised it, and the date of that
-    users, copiers     lanes that are known to use it rightly, themselves and by copies
     """
 
     expected: int
     pending: int
+    maker: int
+    made: int
+    users: np.ndarray
+    copiers: np.ndarray
     bytes: int = 0
     phase: int = 0
     gathering: np.ndarray | None = None
     passed: np.ndarray | None = None
     column: int = -1
-    maker: int = -1
-    made: int = 0
-    users: set[int] = field(default_factory=set)
-    copiers: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -68,7 +68,8 @@ class MBarriers:
             raise AccessFault("mbarrier", index, f"count {count} is not in 1 .. 2^20-1", "shared memory")
         races = self.machine.races
         made = int(races.clocks.clock[lane // 32]) if races else 0
-        self.objects[place] = MBarrier(count, count, maker=lane, made=made)
+        users, copiers = np.zeros((2, self.machine.alive.size), bool)
+        self.objects[place] = MBarrier(count, count, lane, made, users, copiers)
         self.machine.shared.written[place : place + 8] = 1
 
     def arrive(self, bar: MBarrier, lanes: np.ndarray, index: int, count: int, expect: int, *, release: bool) -> int:
@@ -92,12 +93,12 @@ class MBarriers:
             bar.gathering = merge(bar.gathering, races.clocks.release(lanes))
 
     def agent(self, bar: MBarrier, place: int) -> tuple[int, int]:
-        """Column and date of copies that complete in this phase."""
+        """Who copies that complete in this phase are to `races`, and their date."""
         machine = self.machine
         assert machine.races is not None
         if bar.column < 0:
             bar.column = machine.races.clocks.column(("mbarrier", place % (machine.shared.row * machine.launch.cluster_size)))
-        return bar.column, bar.phase + 1
+        return machine.races.threads + bar.column, bar.phase + 1
 
     def settle(self, bar: MBarrier) -> None:
         if bar.pending == 0 and bar.bytes == 0:

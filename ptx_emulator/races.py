@@ -37,22 +37,18 @@ class RaceChecker:
         self.width = self.clocks.width
         self.threads = self.width * 32
         self.granule = machine.program.build.shared_granule
-        self.started = False
-
-    def _start(self) -> None:
-        cells = self.machine.shared.data.size // self.granule
+        cells = machine.shared.data.size // self.granule
         self.writer = np.full(cells, -1, np.int32)  # a thread, or threads + column of a copy
         self.write_date = np.zeros(cells, np.int32)
         self.write_atomic = np.zeros(cells, bool)
         self.read_date = np.zeros((cells, self.width), np.int32)
         self.read_lanes = np.zeros((cells, self.width), U32)
-        self.fetcher = np.full(cells, -1, np.int32)  # a copy that reads: threads + column
-        self.fetch_date = np.zeros(cells, np.int32)
+        self.fetcher: np.ndarray | None = None  # from the first copy that reads on: such a copy as threads + column, with its date
+        self.fetch_date = np.zeros(0, np.int32)
         # Accesses to the shared memory of other blocks: per owner the last date of each warp, with its lanes, and of each copy.
-        self.remote = np.zeros((self.machine.block_count, self.width), np.int32)
-        self.remote_lanes = np.zeros((self.machine.block_count, self.width), U32)
+        self.remote = np.zeros((machine.block_count, self.width), np.int32)
+        self.remote_lanes = np.zeros((machine.block_count, self.width), U32)
         self.remote_copies: dict[tuple[int, int], int] = {}
-        self.started = True
 
     # ---- reports
 
@@ -81,8 +77,6 @@ class RaceChecker:
 
     def read(self, f: Fragment, place: np.ndarray, nbytes: int) -> None:
         """Check and record loads of `nbytes` at `place` (one per lane)."""
-        if not self.started:
-            self._start()
         clocks = self.clocks
         row, warp, thread = self._who(f)
         self._remote(f, place, row, warp)
@@ -124,8 +118,6 @@ class RaceChecker:
         date: np.ndarray | None = None,
     ) -> None:
         """Check and record stores before they are carried out; they count as done `by` copies at `date`, or by the threads themselves."""
-        if not self.started:
-            self._start()
         clocks = self.clocks
         row, warp, thread = self._who(f)
         self._remote(f, place, row, warp, by, date)
@@ -144,10 +136,11 @@ class RaceChecker:
             if late.any():
                 i, w = np.nonzero(late)
                 self._late(ORDER, i, w, row[i], cell[i], thread[i])
-            if self.fetcher[cell].max() >= 0:
-                bad = clocks.unknown(row, ORDER, self.fetcher[cell], self.fetch_date[cell])
+            if self.fetcher is not None:
+                fetcher = self.fetcher[cell]
+                bad = clocks.unknown(row, ORDER, fetcher, self.fetch_date[cell])
                 if bad.any():
-                    raise self._race("overwrites what is read by", bad, place, self.fetcher[cell])
+                    raise self._race("overwrites what is read by", bad, place, fetcher)
             self.writer[cell] = thread if by is None else by
             self.write_date[cell] = now if date is None else date
             self.write_atomic[cell] = atomic
@@ -173,9 +166,7 @@ class RaceChecker:
     # ---- accesses of asynchronous copies
 
     def copy(self, lane: int, index: int, start: int, nbytes: int, agent: int, date: int, *, writes: bool) -> None:
-        """A bulk copy of a thread writes or reads `nbytes` at `start`; it is over when somebody knows of column `agent` at `date`."""
-        if not self.started:
-            self._start()
+        """A bulk copy of a thread writes or reads `nbytes` at `start`; it is over for who knows of `agent` at `date`."""
         clocks = self.clocks
         row, thread = clocks.row[lane : lane + 1], lane % self.threads
         cell = np.arange(start // self.granule, (start + nbytes) // self.granule)
@@ -188,9 +179,11 @@ class RaceChecker:
 
         what = f"a copy {'overwrites' if writes else 'reads'} what was written by"
         refuse(ORDER, what, clocks.unknown(row, ORDER, writer, written) & (writer != thread), writer)
-        refuse(BRIDGED, what, clocks.unknown(row, BRIDGED, writer, written) & (writer < self.threads), writer)
+        refuse(BRIDGED, what, clocks.unknown(row, BRIDGED, writer, written), writer)
         if not writes:
-            self.fetcher[cell], self.fetch_date[cell] = self.threads + agent, date
+            if self.fetcher is None:
+                self.fetcher, self.fetch_date = np.full_like(self.writer, -1), np.zeros_like(self.write_date)
+            self.fetcher[cell], self.fetch_date[cell] = agent, date
             return
         for kind in (ORDER, BRIDGED):
             late = self.read_date[cell] > clocks.seen[row, kind, : self.width]
@@ -198,25 +191,17 @@ class RaceChecker:
                 n, warp = np.nonzero(late)
                 itself = np.full(n.size, thread) if kind == ORDER else None
                 self._late(kind, np.full(n.size, index), warp, np.full(n.size, row[0]), cell[n], itself)
-        fetcher = self.fetcher[cell]
-        refuse(ORDER, "a copy overwrites what is read by", clocks.unknown(row, ORDER, fetcher, self.fetch_date[cell]), fetcher)
-        self.writer[cell], self.write_date[cell], self.write_atomic[cell] = self.threads + agent, date, False
-
-    def landed(self, lanes: np.ndarray, place: np.ndarray, nbytes: int) -> None:
-        """Copies of `cp.async` that threads have waited for: from now on they count as their ordinary stores."""
-        if not self.started:
-            self._start()
-        for k in range(max(nbytes // self.granule, 1)):
-            cell = place // self.granule + k
-            self.writer[cell] = lanes % self.threads
-            self.write_date[cell] = self.clocks.clock[lanes // 32]
+        if self.fetcher is not None:
+            fetcher = self.fetcher[cell]
+            refuse(ORDER, "a copy overwrites what is read by", clocks.unknown(row, ORDER, fetcher, self.fetch_date[cell]), fetcher)
+        self.writer[cell], self.write_date[cell], self.write_atomic[cell] = agent, date, False
 
     # ---- mbarriers
 
     def use(self, bar: MBarrier, lanes: np.ndarray, index: np.ndarray, *, copy: bool = False) -> None:
         """Threads use an mbarrier, or name it to a copy: they must know that it is initialised, and for a copy that this was fenced."""
         users = bar.copiers if copy else bar.users
-        if all(int(lane) in users for lane in lanes):
+        if users[lanes].all():
             return
         clocks = self.clocks
         row, thread = clocks.row[lanes], lanes % self.threads
@@ -236,7 +221,7 @@ class RaceChecker:
             raise AccessFault(
                 "mbarrier", int(index[i]), f"uses an mbarrier that {who} initialised, without {missing} between them", "shared memory"
             )
-        users.update(int(lane) for lane in lanes)
+        users[lanes] = True
 
     # ---- other blocks of a cluster
 
@@ -282,7 +267,7 @@ class RaceChecker:
     # ---- ends
 
     def finish(self) -> None:
-        if not self.started or self.cluster == 1 or not (self.remote.any() or self.remote_copies):
+        if self.cluster == 1 or not (self.remote.any() or self.remote_copies):
             return
         m = self.machine
         for block in range(m.block_count):

@@ -55,7 +55,8 @@ def checked(results: Sequence[Result]) -> list[str]:
         "barriers": bool(opcodes & {"bar", "barrier"}),
         "remote shared memory": executed("shared::cluster", "mapa"),
         "member masks": bool(opcodes & {"shfl", "vote", "match", "redux", "elect"}),
-        "griddepcontrol.wait": all(r.pdl for r in results),
+        "griddepcontrol.wait": all(r.pdl and not r.independent for r in results),
+        "griddepcontrol.wait before the grid ends": all(r.pdl for r in results) and any(r.independent for r in results),
     }
     return [what for what, done in made.items() if done]
 

@@ -29,14 +29,14 @@ def _cp(build: Build, ins: ptx.Instruction) -> Step:
         return _bulk(build, ins, m)
     if m.take("commit_group"):
         m.finish(0)
-        return lambda f: _groups(f).commit(f)
+        return lambda f: f.machine.copies.commit(f)
     if m.take("wait_all"):
         m.finish(0)
-        return lambda f: _groups(f).wait(f, 0, everything=True)
+        return lambda f: f.machine.copies.wait_all(f)
     if m.take("wait_group"):
         m.finish(1)
         n = int(ins.operands[0].text, 0)  # type: ignore[union-attr]
-        return lambda f: _groups(f).wait(f, n)
+        return lambda f: f.machine.copies.wait(f, n)
     if m.take("mbarrier"):
         raise m.unsupported("arrival of cp.async on an mbarrier")
     m.take("ca", "cg")
@@ -73,51 +73,81 @@ def _cp(build: Build, ins: ptx.Instruction) -> Step:
             for k in range(int(sizes[i])):
                 data[i, k] = machine.memory.load(addresses[i : i + 1] + U64(k), 1, 1)[0][0]
         machine.counters.loaded += int(sizes.sum())
-        place, _ = machine.shared.place(f, targets, size)
-        if machine.races:
-            machine.races.write(f, place, size)
-        machine.shared.written[place[:, None] + np.arange(size)] = 2
-        _groups(f).add(f, place, data)
+        machine.copies.start(f, machine.shared.place(f, targets, size)[0], data)
 
     return run
 
 
-class CopyGroups:
-    """Copies in flight, per thread: not committed yet, or in numbered groups."""
+class Groups:
+    """Copies that threads commit in numbered groups and wait for: per thread of a chunk the groups committed, and those that are over.
+
+    Each thread has a column among those of the clocks, dated by its groups.
+    """
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.open: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self.committed: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
-        self.count = np.zeros(machine.alive.size, np.int64)
+        self.committed, self.over, self.last = (np.zeros(machine.alive.size, np.int32) for _ in range(3))  # last: group with a copy
+        self.columns = np.full(machine.block_lanes * machine.launch.cluster_size, -1)
 
-    def add(self, f: Fragment, place: np.ndarray, data: np.ndarray) -> None:
-        self.open.append((f.lanes, place, data))
+    def add(self, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Threads issue copies: agents and dates of those, for `races`."""
+        self.last[lanes] = self.committed[lanes] + 1
+        races = self.machine.races
+        agents = races.threads + races.clocks.assign(self.columns, lanes) if races else lanes
+        return agents, self.last[lanes]
 
     def commit(self, f: Fragment) -> None:
-        self.count[f.lanes] += 1
-        rest = []
-        for lanes, place, data in self.open:
-            mine = np.isin(lanes, f.lanes)
-            if mine.any():
-                self.committed.append((lanes[mine], place[mine], data[mine], self.count[lanes[mine]].copy()))
-            if not mine.all():
-                rest.append((lanes[~mine], place[~mine], data[~mine]))
-        self.open = rest
+        self.committed[f.lanes] += 1
 
-    def wait(self, f: Fragment, allowed: int, *, everything: bool = False) -> None:
-        if everything:
-            self.commit(f)
+    def wait(self, f: Fragment, allowed: int) -> None:
+        over = np.maximum(self.committed[f.lanes] - allowed, self.over[f.lanes])
+        news = np.minimum(over, self.last[f.lanes]) > self.over[f.lanes]
+        if self.machine.races and news.any():
+            lanes = f.lanes[news]
+            clocks = self.machine.races.clocks
+            clocks.learn_singly(lanes, clocks.assign(self.columns, lanes), over[news])
+        self.over[f.lanes] = over
+
+
+class CopyGroups(Groups):
+    """Those of `cp.async`, which are carried out when they are waited for; a proxy fence has to follow, as after other stores."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.flying: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # lanes, places, bytes, groups
+
+    def start(self, f: Fragment, place: np.ndarray, data: np.ndarray) -> None:
+        agents, dates = self.add(f.lanes)
+        if self.machine.races:
+            self.machine.races.write(f, place, data.shape[1], by=agents, date=dates)
+        self.machine.shared.written[place[:, None] + np.arange(data.shape[1])] = 2
+        self.flying.append((f.lanes, place, data, dates))
+
+    def wait(self, f: Fragment, allowed: int) -> None:
+        super().wait(f, allowed)
         rest = []
-        for lanes, place, data, group in self.committed:
-            mine = np.isin(lanes, f.lanes) & (group <= self.count[lanes] - allowed)
-            if mine.any():
-                put(self.machine, place[mine], data[mine])
-                if self.machine.races:
-                    self.machine.races.landed(lanes[mine], place[mine], data.shape[1])
-            if not mine.all():
-                rest.append((lanes[~mine], place[~mine], data[~mine], group[~mine]))
-        self.committed = rest
+        for lanes, place, data, group in self.flying:
+            over = group <= self.over[lanes]
+            if over.any():
+                put(self.machine, place[over], data[over])
+            if not over.all():
+                rest.append((lanes[~over], place[~over], data[~over], group[~over]))
+        self.flying = rest
+
+    def wait_all(self, f: Fragment) -> None:
+        self.commit(f)
+        self.wait(f, 0)
+
+
+class BulkGroups(Groups):
+    """Those of bulk stores, which are carried out at once; but their source counts as read until its group has been waited for."""
+
+    def check_exit(self, f: Fragment) -> None:
+        """A block's shared memory must outlive the stores that read it."""
+        bad = self.last[f.lanes] > self.over[f.lanes]
+        if bad.any():
+            i = int(np.flatnonzero(bad)[0])
+            raise AccessFault("bulk store not waited for", i, "a thread leaves while its bulk store may still read shared memory")
 
 
 def put(machine: Machine, place: np.ndarray, data: np.ndarray) -> None:
@@ -125,13 +155,6 @@ def put(machine: Machine, place: np.ndarray, data: np.ndarray) -> None:
     where = place[:, None] + np.arange(data.shape[1])
     machine.shared.data[where] = data
     machine.shared.written[where] = 1
-
-
-def _groups(f: Fragment) -> CopyGroups:
-    machine = f.machine
-    if machine.copies is None:
-        machine.copies = CopyGroups(machine)
-    return machine.copies
 
 
 def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
@@ -211,8 +234,8 @@ def _start_copy(machine: Machine, one: Fragment, index: int, target: np.ndarray,
     place = int(machine.shared.place(one, bar, 8)[0][0])
     barrier = machine.mbarriers.get(place, one.lanes, np.array([index]), copy=True)
     if machine.races:
-        column, date = machine.mbarriers.agent(barrier, place)
-        machine.races.copy(lane, index, start, nbytes, column, date, writes=True)
+        agent, date = machine.mbarriers.agent(barrier, place)
+        machine.races.copy(lane, index, start, nbytes, agent, date, writes=True)
     machine.shared.written[start : start + nbytes] = 2
 
     def arrive() -> None:
@@ -221,44 +244,6 @@ def _start_copy(machine: Machine, one: Fragment, index: int, target: np.ndarray,
         machine.mbarriers.transfer(barrier, nbytes)
 
     machine.mbarriers.pending.append((int(one.blocks[0]), arrive))
-
-
-class BulkGroups:
-    """Per thread of a chunk: groups of bulk stores committed and waited for, and whether stores wait for their commit.
-
-    The stores are carried out at once, but their source counts as read until its group has been waited for.
-    """
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.committed, self.over = (np.zeros(machine.alive.size, np.int32) for _ in range(2))
-        self.open = np.zeros(machine.alive.size, bool)
-
-    def column(self, lane: int) -> int:
-        assert self.machine.races is not None
-        return self.machine.races.clocks.column(("bulk stores", lane % self.machine.races.threads))
-
-    def commit(self, f: Fragment) -> None:
-        self.committed[f.lanes] += 1
-        self.open[f.lanes] = False
-
-    def wait(self, f: Fragment, allowed: int) -> None:
-        over = np.maximum(self.committed[f.lanes] - allowed, self.over[f.lanes])
-        if self.machine.races:
-            clocks = self.machine.races.clocks
-            for lane, date in zip(f.lanes[over > self.over[f.lanes]].tolist(), over[over > self.over[f.lanes]].tolist(), strict=True):
-                column = self.column(lane)
-                known = np.zeros((clocks.kinds, column + 1), np.int32)
-                known[:, column] = date
-                clocks.learn(np.array([lane]), known)
-        self.over[f.lanes] = over
-
-    def check_exit(self, f: Fragment) -> None:
-        """A block's shared memory must outlive the stores that read it."""
-        bad = self.open[f.lanes] | (self.committed[f.lanes] > self.over[f.lanes])
-        if bad.any():
-            i = int(np.flatnonzero(bad)[0])
-            raise AccessFault("bulk store not waited for", i, "a thread leaves while its bulk store may still read shared memory")
 
 
 def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
@@ -279,11 +264,9 @@ def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
             place = machine.shared.place(one, sources[i : i + 1], 16)[0]
             machine.shared.place(one, sources[i : i + 1] + U64(nbytes - 16), 16)
             start = int(place[0])
+            agents, dates = machine.bulk.add(one.lanes)
             if machine.races:
-                lane = int(one.lanes[0])
-                column, date = machine.bulk.column(lane), int(machine.bulk.committed[lane]) + 1
-                machine.races.copy(lane, i, start, nbytes, column, date, writes=False)
-            machine.bulk.open[one.lanes] = True
+                machine.races.copy(int(one.lanes[0]), i, start, nbytes, int(agents[0]), int(dates[0]), writes=False)
             if (machine.shared.written[start : start + nbytes] != 1).any():
                 raise AccessFault("uninitialised read", i, "bulk store of shared memory nobody has written", "shared memory")
             words = machine.shared.data[start : start + nbytes].copy().view(U64)
@@ -324,25 +307,24 @@ def store_async(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
         places = machine.shared.place(f, targets, nbytes)[0]
         at = np.broadcast_to(machine.shared.place(f, bars, 8)[0], (f.n,))
         data = np.stack([f.full(s) for s in slots], 1).view(np.uint8).reshape(f.n, nbytes)
-        barriers: list[tuple[MBarrier, int]] = []
+        barriers: list[tuple[MBarrier, np.ndarray]] = []
         agents, dates = np.zeros(f.n, np.int32), np.zeros(f.n, np.int32)
         for place in np.unique(at).tolist():
             index = np.flatnonzero(at == place)
             barrier = machine.mbarriers.get(place, f.lanes[index], index)
             if machine.races:
-                column, dates[index] = machine.mbarriers.agent(barrier, place)
-                agents[index] = machine.races.threads + column
-            barriers.append((barrier, nbytes * index.size))
+                agents[index], dates[index] = machine.mbarriers.agent(barrier, place)
+            barriers.append((barrier, index))
         if machine.races:
             machine.races.write(f, places, nbytes, by=agents, date=dates)
-            for (barrier, _), place in zip(barriers, np.unique(at).tolist(), strict=True):
-                machine.mbarriers.publish(barrier, f.lanes[at == place])  # complete_tx is a release, of what the thread did before, too
+            for barrier, index in barriers:
+                machine.mbarriers.publish(barrier, f.lanes[index])  # complete_tx is a release, of what the thread did before, too
         machine.shared.written[places[:, None] + np.arange(nbytes)] = 2
 
         def arrive() -> None:
             put(machine, places, data)
-            for barrier, count in barriers:
-                machine.mbarriers.transfer(barrier, count)
+            for barrier, index in barriers:
+                machine.mbarriers.transfer(barrier, nbytes * index.size)
 
         machine.mbarriers.pending.append((-1, arrive))  # the other block's memory is watched by itself
 

@@ -184,7 +184,6 @@ def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list
 def _ld(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     access = Access(build, ins, m)
-    build.communicates |= access.strong and access.space in ("global", "generic")
     m.finish(3 if access.hint else 2)
     ds = [build.destination(o, access.kind, ins) for o in access.elements(ins.operands[0])]
     address = address_of(build, ins, ins.operands[1], access.space)

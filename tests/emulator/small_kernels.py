@@ -122,6 +122,12 @@ LOOP:
 )
 
 
+def aligned(count: int) -> np.ndarray:
+    """`count` int32 zeros at an address that bulk copies take: a multiple of 16."""
+    room = np.zeros(count + 3, np.int32)
+    return room[-room.ctypes.data % 16 // 4 :][:count]
+
+
 def run_vector(
     text: str, *, threads: int = 64, grid: int = 1, count: int | None = None, parameters: tuple[int, ...] = (), **options: Any
 ) -> np.ndarray:
@@ -300,12 +306,9 @@ ASYNC = entry(
 
 def run_copy(text: str) -> np.ndarray:
     """Run BULK or ASYNC on x = 7, 8, ..., 70; returns y."""
-    memory = Memory()
-    x, y = np.arange(7, 71, dtype=np.int32), np.zeros(64, np.int32)
-    whole = np.zeros(96, np.int32)
-    start = (-whole.ctypes.data % 16) // 4
-    whole[start : start + 64] = x
-    parameters = [memory.add_array("y", y), memory.add_array("x", whole[start : start + 64], writable=False)]
+    memory, x, y = Memory(), aligned(64), aligned(64)
+    x[:] = np.arange(7, 71)
+    parameters = [memory.add_array("y", y), memory.add_array("x", x, writable=False)]
     run_ptx(text, 1, 64, parameters, memory)
     return y
 
@@ -486,22 +489,49 @@ SWAP = entry(
     """,
 )
 
+# Block 0 hands words of global memory over to block 1, each with a flag of its own: words, flags, the words as block 1 got them.
+HANDOVER = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mul.wide.u32 %l2, %r1, 4;
+    add.s64 %l2, %l1, %l2;
+    setp.ne.u32 %p1, %r2, 0;
+    @%p1 bra WAIT;
+    add.s32 %r3, %r1, 5;
+    st.global.b32 [%l2], %r3;
+    st.release.gpu.global.b32 [%l2+128], 1;
+    bra END;
+WAIT:
+    ld.acquire.gpu.global.b32 %r4, [%l2+128];
+    setp.eq.u32 %p2, %r4, 0;
+    @%p2 bra WAIT;
+    ld.global.b32 %r5, [%l2];
+    st.global.b32 [%l2+256], %r5;
+END:
+    """,
+)
+
+
+def run_handover(text: str) -> np.ndarray:
+    """Run HANDOVER; returns the words as block 1 got them."""
+    return run_vector(text, threads=32, grid=2, count=96)[64:]
+
 
 def run_ring(text: str) -> np.ndarray:
     """Run RING on x = 0, 1, ..., 191; returns y."""
-    memory = Memory()
-    x, y = np.zeros(224, np.int32), np.zeros(192, np.int32)
-    start = (-x.ctypes.data % 16) // 4
-    x[start : start + 192] = np.arange(192)
-    parameters = [memory.add_array("y", y), memory.add_array("x", x[start : start + 192], writable=False)]
+    memory, x, y = Memory(), aligned(192), np.zeros(192, np.int32)
+    x[:] = np.arange(192)
+    parameters = [memory.add_array("y", y), memory.add_array("x", x, writable=False)]
     run_ptx(text, 1, 64, parameters, memory)
     return y
 
 
 def run_bulk_store(text: str) -> np.ndarray:
-    memory, room = Memory(), np.zeros(80, np.int32)
-    start = (-room.ctypes.data % 16) // 4
-    y = room[start : start + 64]
+    """Run BULK_STORE; returns y."""
+    memory, y = Memory(), aligned(64)
     run_ptx(text, 1, 64, [memory.add_array("y", y)], memory)
     return y
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ptx_emulator import KernelFault, Memory, UnsupportedInstruction, load_program, run_ptx
+from ptx_emulator import Memory, UnsupportedInstruction, load_program, run_ptx
 from tests.emulator.opcode import f32
 from tests.emulator.small_kernels import entry, run_vector
 
@@ -247,29 +247,3 @@ def test_constant_memory_and_two_kernels_in_one_file() -> None:
     assert run_vector(text, threads=1)[0] == 263
     both = text + text[text.index(".visible") :].replace(".entry k(", ".entry other(")
     assert load_program(both, "other").kernel.name == "other"
-
-
-def test_a_bulk_store_and_its_checks() -> None:
-    body = """
-    ld.param.b64 %l1, [y];
-    mov.u32 %r1, %tid.x;
-    mov.u32 %r2, stage;
-    shl.b32 %r3, %r1, 2;
-    add.s32 %r3, %r2, %r3;
-    st.shared.b32 [%r3], %r1;
-    bar.sync 0;
-    setp.ne.u32 %p1, %r1, 0;
-    @%p1 bra OUT;
-    fence.proxy.async.shared::cta;
-    cp.async.bulk.global.shared::cta.bulk_group [%l1], [%r2], 256;
-    cp.async.bulk.commit_group;
-    cp.async.bulk.wait_group.read 0;
-OUT:
-    """
-    text = entry(".param .u64 y", body, shared=256)
-    memory, room = Memory(), np.zeros(80, np.int32)
-    start = (-room.ctypes.data % 16) // 4
-    run_ptx(text, 1, 64, [memory.add_array("y", room[start : start + 64])], memory)
-    assert (room[start : start + 64] == np.arange(64)).all()
-    with pytest.raises(KernelFault, match="shared-memory race"):
-        run_ptx(text.replace("bar.sync 0;", ""), 1, 64, [memory.buffers[0].address], memory)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from ptx_emulator import Buffer, KernelFault, LaunchError, Memory, run_ptx
+from ptx_emulator.report import checked
 from tests.emulator.small_kernels import (
     ASYNC,
     BULK,
@@ -134,8 +135,9 @@ def test_an_independent_launch_may_wait_last() -> None:
     late = planted(planted(REVERSE, "griddepcontrol.wait;", ""), "DONE:", "DONE:\n    griddepcontrol.wait;")
     first = planted(late, "DONE:", "DONE:\n    mov.u32 %r4, %ctaid.x;\n    setp.ne.u32 %p5, %r4, 0;\n    @%p5 exit;")
     for text in (late, first):
-        y, _ = run_reverse(text, independent=True)
+        y, result = run_reverse(text, independent=True)
         assert (y == np.arange(150).reshape(3, 50)[:, ::-1]).all()
+        assert [c for c in checked([result]) if "griddep" in c] == ["griddepcontrol.wait before the grid ends"]
     for text in (planted(REVERSE, "griddepcontrol.wait;", ""), planted(late, "DONE:", "    @%p2 exit;\nDONE:\n    @%p2 exit;")):
         with pytest.raises(KernelFault) as caught:
             run_reverse(text, independent=True, rows=1, n=0)

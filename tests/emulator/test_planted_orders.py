@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.emulator.small_kernels import (
     BULK,
     BULK_STORE,
     EXCHANGE,
+    HANDOVER,
     LANES,
     RING,
     SEND,
@@ -21,12 +23,14 @@ from tests.emulator.small_kernels import (
     entry,
     run_bulk_store,
     run_copy,
+    run_handover,
     run_ring,
     run_swap,
     run_vector,
 )
 
 FENCE = "fence.proxy.async.shared::cta;"
+OVER = "    xor.b32 %r5, %r4, 4;\n    st.shared.b32 [%r5], %r1;"  # a neighbour's word
 READ = "    ld.shared.b32 %r10, [%r9];\n"
 HALVES = """setp.lt.u32 %p5, %r3, 16;
     @%p5 bra LOW;
@@ -55,6 +59,28 @@ def flat(text: str) -> str:
     return "\n".join(line.strip() for line in text.split("\n"))
 
 
+# ASYNC without the exchange of neighbours: thread 0 stores the words to y in bulk.
+ASYNC_BULK = changed(
+    ASYNC,
+    (
+        "cp.async.wait_group 0;\n    bar.sync 0;",
+        f"""cp.async.wait_group 0;
+    {FENCE}
+    bar.sync 0;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 exit;
+    cp.async.bulk.global.shared::cta.bulk_group [%l1], [%r2], 256;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group 0;
+    exit;""",
+    ),
+)
+
+# EXCHANGE whose second arrival is relaxed, behind a fence.
+CLUSTER_FENCE = "fence.acq_rel.cluster;"
+FENCED = changed(EXCHANGE, ("barrier.cluster.arrive.aligned;", f"{CLUSTER_FENCE}\n    barrier.cluster.arrive.relaxed.aligned;"))
+
+
 def one_arrives(sync: str) -> str:
     """RING with one lane that arrives on the empty barrier for its warp."""
     text = changed(RING, ("[%r2+272], 32", "[%r2+272], 1"), ("[%r2+280], 32", "[%r2+280], 1"))
@@ -77,24 +103,39 @@ def test_right_kernels_pass() -> None:
     assert (run_lanes(LANES) == np.arange(32)).all()
     assert (run_lanes(ARRIVE) == np.arange(32)).all()
     assert (run_bulk_store(BULK_STORE) == np.arange(64)).all()
-    at_the_end = changed(BULK_STORE, (FENCE, ""), ("bar.sync 0;", f"bar.sync 0;\n    {FENCE}"))
-    assert (run_bulk_store(at_the_end) == np.arange(64)).all()
+    for before in ("setp.ne.u32 %p1, %r1, 0;", "cp.async.bulk.global"):  # by all behind the barrier, or by who issues the copy
+        late = changed(BULK_STORE, (FENCE, ""), (before, f"{FENCE}\n{before}"))
+        assert (run_bulk_store(late) == np.arange(64)).all()
+    empty_group = changed(BULK_STORE, ("OUT:", "    cp.async.bulk.commit_group;\nOUT:"))
+    assert (run_bulk_store(empty_group) == np.arange(64)).all()
     assert (run_swap(SWAP) == np.arange(192) ^ 32).all()
+    assert (run_cluster(FENCED) == run_cluster(EXCHANGE)).all()
+    assert (run_copy(ASYNC_BULK) == np.arange(7, 71)).all()
+    twice = "    add.s64 %l4, %l2, 4;\n    cp.async.ca.shared.global [%r4], [%l4], 4;\n    cp.async.commit_group;\n    cp.async.wait_all;"
+    assert (run_copy(changed(ASYNC, ("cp.async.wait_group 0;", f"cp.async.wait_group 0;\n{twice}"))) == 8).all()
 
 
-Case = tuple[str, Callable[[str], np.ndarray], str, str, str]
-FAULTS: list[Case] = [
-    ("ring: no proxy fence", run_ring, changed(RING, (FENCE, "")), "missing proxy fence", "overwrites what is read by"),
-    (
+class Case(NamedTuple):
+    """A kernel with a fault: what it is, who runs it, the check that finds it, and a part of the message."""
+
+    what: str
+    run: Callable[[str], np.ndarray]
+    text: str
+    check: str
+    part: str = ""
+
+
+FAULTS = [
+    Case("ring: no proxy fence", run_ring, changed(RING, (FENCE, "")), "missing proxy fence", "overwrites what is read by"),
+    Case(
         "ring: proxy fence before the read",
         run_ring,
         changed(RING, (READ, f"    {FENCE}\n{READ}"), (READ + f"    {FENCE}", READ)),
         "missing proxy fence",
-        "",
     ),
-    ("ring: proxy fence of global memory", run_ring, changed(RING, (FENCE, "fence.proxy.async.global;")), "missing proxy fence", ""),
-    ("ring: fence of another kind", run_ring, changed(RING, (FENCE, "fence.acq_rel.gpu;")), "missing proxy fence", ""),
-    (
+    Case("ring: proxy fence of global memory", run_ring, changed(RING, (FENCE, "fence.proxy.async.global;")), "missing proxy fence"),
+    Case("ring: fence of another kind", run_ring, changed(RING, (FENCE, "fence.acq_rel.gpu;")), "missing proxy fence"),
+    Case(
         "ring: arrival before the read",
         run_ring,
         changed(
@@ -105,154 +146,221 @@ FAULTS: list[Case] = [
         "shared-memory race",
         "overwrites what is read by",
     ),
-    ("ring: one lane arrives for its warp", run_ring, one_arrives(""), "shared-memory race", "overwrites what is read by"),
-    (
+    Case("ring: one lane arrives for its warp", run_ring, one_arrives(""), "shared-memory race", "overwrites what is read by"),
+    Case(
         "ring: relaxed arrival",
         run_ring,
         changed(RING, ("mbarrier.arrive.shared.b64 %l5, [%r6+272]", "mbarrier.arrive.relaxed.cta.shared.b64 %l5, [%r6+272]")),
         "shared-memory race",
-        "",
     ),
-    ("ring: the producer does not wait", run_ring, changed(RING, ("    @!%p4 bra EMPTY;", "")), "mbarrier", ""),
-    ("ring: wrong parity at the empty barrier", run_ring, changed(RING, ("add.s32 %r8, %r7, -1;", "mov.u32 %r8, %r7;")), "mbarrier", ""),
-    (
+    Case(
+        "ring: the producer does not wait",
+        run_ring,
+        changed(RING, ("    @!%p4 bra EMPTY;", "")),
+        "mbarrier",
+        "arrival count 1 exceeds the 0 arrivals",
+    ),
+    Case(
+        "ring: wrong parity at the empty barrier",
+        run_ring,
+        changed(RING, ("add.s32 %r8, %r7, -1;", "mov.u32 %r8, %r7;")),
+        "mbarrier",
+        "arrival count 1 exceeds the 0 arrivals",
+    ),
+    Case(
         "ring: wrong parity at the full barrier",
         run_ring,
         changed(RING, ("CONSUME:\n    and.b32 %r8, %r7, 1;", "CONSUME:\n    and.b32 %r8, %r7, 1;\n    xor.b32 %r8, %r8, 1;")),
         "uninitialised read",
-        "",
     ),
-    (
+    Case(
         "ring: initialisation not fenced",
         run_ring,
         changed(RING, ("fence.mbarrier_init.release.cluster;", "")),
         "mbarrier",
         "without fence.mbarrier_init",
     ),
-    ("ring: no barrier after the initialisation", run_ring, changed(RING, ("bar.sync 0;", "")), "mbarrier", ""),
-    (
+    Case(
+        "ring: no barrier after the initialisation",
+        run_ring,
+        changed(RING, ("bar.sync 0;", "")),
+        "mbarrier",
+        "thread (0, 0, 0) of block (0, 0, 0) initialised, without synchronisation",
+    ),
+    Case(
         "lanes: no barrier among the writers",
         run_lanes,
         changed(LANES, ("bar.warp.sync -1;", "")),
         "shared-memory race",
         "reads what was written by thread (1, 0, 0)",
     ),
-    ("lanes: no barrier among the readers", run_lanes, changed(LANES, ("bar.warp.sync 0xffffffff;", "")), "shared-memory race", ""),
-    (
+    Case("lanes: no barrier among the readers", run_lanes, changed(LANES, ("bar.warp.sync 0xffffffff;", "")), "shared-memory race"),
+    Case(
         "lanes: barrier of too few writers",
         run_lanes,
         changed(LANES, ("bar.warp.sync -1;", HALVES)),
         "shared-memory race",
         "thread (16, 0, 0)",
     ),
-    ("lanes: no barrier after the initialisation", run_lanes, changed(LANES, ("bar.sync 0;", "")), "mbarrier", "without synchronisation"),
-    (
+    Case(
+        "lanes: no barrier after the initialisation", run_lanes, changed(LANES, ("bar.sync 0;", "")), "mbarrier", "without synchronisation"
+    ),
+    Case(
         "arrive: written after the arrival",
         run_lanes,
         changed(
             ARRIVE, ("bar.arrive 1, 64;", ""), ("    st.shared.b32 [%r4], %r1;", "    bar.arrive 1, 64;\n    st.shared.b32 [%r4], %r1;")
         ),
         "shared-memory race",
-        "",
     ),
-    (
+    Case(
         "arrive: one who only arrives learns nothing",
         run_lanes,
         changed(ARRIVE, ("bar.arrive 1, 64;", "bar.arrive 1, 64;\n    st.shared.b32 [%r4], 5;")),
         "shared-memory race",
-        "",
     ),
-    (
+    Case(
         "cp.async: waited for behind the barrier",
         run_copy,
         changed(
             ASYNC, ("cp.async.wait_group 0;", "bar.sync 0;"), ("bar.sync 0;\n    bar.sync 0;", "bar.sync 0;\n    cp.async.wait_group 0;")
         ),
         "shared-memory race",
-        "",
     ),
-    (
+    Case(
+        "cp.async: stored over before it is waited for",
+        run_copy,
+        changed(ASYNC, ("cp.async.wait_group 0;", f"bar.sync 0;\n{OVER}\n    bar.sync 0;\n    cp.async.wait_group 0;")),
+        "shared-memory race",
+        "overwrites what was written by an asynchronous copy",
+    ),
+    Case(
+        "cp.async: stored over by its own thread",
+        run_copy,
+        changed(ASYNC, ("cp.async.wait_group 0;", "st.shared.b32 [%r4], %r1;\n    cp.async.wait_group 0;")),
+        "shared-memory race",
+        "overwrites what was written by an asynchronous copy",
+    ),
+    Case(
+        "cp.async: stored over behind a wait for the group before",
+        run_copy,
+        changed(ASYNC, ("cp.async.wait_group 0;", f"cp.async.wait_group 1;\n    bar.sync 0;\n{OVER}\n    cp.async.wait_group 0;")),
+        "shared-memory race",
+        "overwrites what was written by an asynchronous copy",
+    ),
+    Case(
+        "cp.async: sent on in bulk without a proxy fence",
+        run_copy,
+        changed(ASYNC_BULK, (FENCE, "")),
+        "missing proxy fence",
+        "a copy reads what was written by an asynchronous copy",
+    ),
+    Case(
         "bulk load: initialisation not fenced",
         run_copy,
         changed(BULK, ("fence.mbarrier_init.release.cluster;", "")),
         "mbarrier",
         "without fence.mbarrier_init",
     ),
-    (
+    Case(
         "bulk load: into what was just written",
         run_copy,
         changed(BULK, ("mov.u32 %r2, stage;", "mov.u32 %r2, stage;\n    setp.eq.u32 %p2, %r1, 0;\n    @%p2 st.shared.b32 [%r2], %r1;")),
         "missing proxy fence",
         "overwrites what was written by thread (0, 0, 0)",
     ),
-    (
+    Case(
         "bulk store: no proxy fence",
         run_bulk_store,
         changed(BULK_STORE, (FENCE, "")),
         "missing proxy fence",
         "a copy reads what was written by",
     ),
-    (
+    Case(
         "bulk store: proxy fence before the store",
         run_bulk_store,
         changed(BULK_STORE, (FENCE, ""), ("    st.shared.b32 [%r3]", f"    {FENCE}\n    st.shared.b32 [%r3]")),
         "missing proxy fence",
-        "",
     ),
-    ("bulk store: no barrier", run_bulk_store, changed(BULK_STORE, ("bar.sync 0;", "")), "shared-memory race", ""),
-    (
+    Case("bulk store: no barrier", run_bulk_store, changed(BULK_STORE, ("bar.sync 0;", "")), "shared-memory race"),
+    Case(
         "bulk store: source used again too early",
         run_bulk_store,
         changed(BULK_STORE, ("cp.async.bulk.wait_group.read 0;", "cp.async.bulk.wait_group.read 1;")),
         "shared-memory race",
         "asynchronous copy",
     ),
-    (
+    Case(
         "bulk store: not waited for",
         run_bulk_store,
         changed(BULK_STORE, ("    cp.async.bulk.wait_group.read 0;\n    st.shared.b32 [%r2], %r1;\n", "")),
         "bulk store not waited for",
-        "",
     ),
-    ("bulk store: not committed", run_bulk_store, changed(BULK_STORE, ("cp.async.bulk.commit_group;", "")), "shared-memory race", ""),
-    ("cluster: initialisation not fenced", run_cluster, changed(SEND, ("fence.mbarrier_init.release.cluster;", "")), "mbarrier", ""),
-    (
+    Case("bulk store: not committed", run_bulk_store, changed(BULK_STORE, ("cp.async.bulk.commit_group;", "")), "shared-memory race"),
+    Case(
+        "cluster: initialisation not fenced",
+        run_cluster,
+        changed(SEND, ("fence.mbarrier_init.release.cluster;", "")),
+        "mbarrier",
+        "thread (0, 0, 0) of block (0, 0, 0) initialised, without synchronisation",
+    ),
+    Case(
         "cluster: relaxed arrival without a fence",
         run_cluster,
         changed(EXCHANGE, ("barrier.cluster.arrive.aligned;", "barrier.cluster.arrive.relaxed.aligned;")),
         "shared-memory race",
-        "",
     ),
-    ("global: no barrier in the block", run_swap, changed(SWAP, ("bar.sync 0;", "")), "global-memory race", "reads what thread"),
-    (
+    Case(
+        "cluster: fence before the store",
+        run_cluster,
+        changed(FENCED, (f"{CLUSTER_FENCE}\n", ""), ("    st.shared::cluster", f"    {CLUSTER_FENCE}\n    st.shared::cluster")),
+        "shared-memory race",
+        "reads what was written by thread (0, 0, 0) of block (1, 0, 0)",
+    ),
+    Case(
+        "global: handed over by a weak flag",
+        run_handover,
+        changed(HANDOVER, ("st.release.gpu.global", "st.global"), ("ld.acquire.gpu.global", "ld.global")),
+        "global-memory race",
+        "reads what thread (0, 0, 0) of block (0, 0, 0) writes",
+    ),
+    Case(
+        "global: a weak flag that is read with acquire",
+        run_handover,
+        changed(HANDOVER, ("st.release.gpu.global", "st.global")),
+        "global-memory race",
+        "reads what thread (0, 0, 0) of block (0, 0, 0) writes",
+    ),
+    Case("global: no barrier in the block", run_swap, changed(SWAP, ("bar.sync 0;", "")), "global-memory race", "reads what thread"),
+    Case(
         "global: another block's word read",
         run_swap,
         changed(SWAP, ("xor.b32 %r4, %r3, 32;", "xor.b32 %r4, %r3, 64;\n    min.u32 %r4, %r4, 191;")),
         "global-memory race",
         "reads what",
     ),
-    (
+    Case(
         "global: another block's word written",
         run_swap,
         changed(SWAP, ("mul.wide.u32 %l3, %r3, 4;", "mul.wide.u32 %l3, %r1, 4;")),
         "global-memory race",
         "different values",
     ),
-    (
+    Case(
         "global: written over what others read",
         run_swap,
         changed(SWAP, ("    st.global.b32 [%l4], %r3;", "    ld.global.b32 %r6, [%l1];\n    st.global.b32 [%l4], %r3;")),
         "global-memory race",
         "another block reads",
     ),
-    (
+    Case(
         "global: written twice in a block",
         run_swap,
         changed(SWAP, ("bar.sync 0;", TWICE)),
         "global-memory race",
         "writes another value than thread",
     ),
-    (
+    Case(
         "global: two threads of one instruction",
         run_swap,
         changed(SWAP, ("    add.s64 %l4, %l1, %l3;", "    and.b64 %l7, %l3, -8;\n    add.s64 %l4, %l1, %l7;")),
@@ -262,12 +370,23 @@ FAULTS: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize(("what", "run", "text", "check", "part"), FAULTS, ids=[f[0] for f in FAULTS])
-def test_fault_of_order_is_named(what: str, run: Callable[[str], np.ndarray], text: str, check: str, part: str) -> None:
+@pytest.mark.parametrize("case", [pytest.param(c, id=c.what) for c in FAULTS])
+def test_fault_of_order_is_named(case: Case) -> None:
     with pytest.raises(KernelFault) as caught:
-        run(text)
-    assert caught.value.check == check, f"{what}: {caught.value}"
-    assert part in str(caught.value)
+        case.run(case.text)
+    assert caught.value.check == case.check, caught.value
+    assert case.part in str(caught.value)
+
+
+SET, POLL = "st.release.gpu.global.b32 [%l2+128], 1;", "ld.acquire.gpu.global.b32 %r4, [%l2+128];"
+ADD, LOOK = "red.release.gpu.global.add.u32 [%l2+128], 1;", "atom.acquire.gpu.global.or.b32 %r4, [%l2+128], 0;"
+
+
+@pytest.mark.parametrize(
+    ("write", "read"), [(SET, POLL), (ADD, LOOK), (ADD.replace(".global", ""), POLL), (SET.replace(".global", ""), POLL)]
+)
+def test_blocks_may_communicate(write: str, read: str) -> None:
+    assert (run_handover(changed(HANDOVER, (SET, write), (POLL, read))) == np.arange(5, 37)).all()
 
 
 def test_a_block_waits_for_the_copies_into_its_memory() -> None:
