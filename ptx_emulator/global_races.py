@@ -1,9 +1,9 @@
 """Conflicts in global memory within one launch.
 
-Every place that the kernel may write remembers who wrote it last, and which block read it before anybody wrote. Threads of a block are
-ordered by its barriers (`clocks`); blocks are not ordered at all, unless the kernel makes them communicate by atomics or strong stores,
-which this does not follow: then only the threads of a block are judged. Strong loads alone order nobody. Writing the value that is there
-already is no conflict.
+Every place that the kernel may write remembers who wrote it last, who read it last, which block read it, and whether somebody did so by a
+load that is not coherent (`.nc`). Threads of a block are ordered by its barriers (`clocks`); blocks are not ordered at all, unless the
+kernel makes them communicate by atomics or strong stores, which this does not follow: then only the threads of a block are judged. Strong
+loads alone order nobody. Writing the value that is there already is no conflict.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ _PAGE = 12  # bits of a number within a page of places
 
 
 class _Record:
-    """Of one buffer, by places of some bytes: (thread + 1) << 32 | date of the last write; block + 1 of readers, or _MANY.
+    """Of one buffer, by places of some bytes.
+
+    writes   (thread + 1) << 32 | date of the last write
+    reads    the same of the last read: of several readers of a place, one
+    readers  block + 1, or _MANY
+    fixed    somebody read it as memory that does not change during the launch
 
     Places are kept by pages, as a buffer's rows may lie gigabytes apart.
     """
@@ -33,7 +38,9 @@ class _Record:
         self.page = np.zeros((places >> _PAGE) + 1, np.int32)
         self.pages = 1  # page 0 belongs to nobody
         self.writes = np.zeros(1 << _PAGE, np.int64)
-        self.readers: np.ndarray | None = None
+        self.reads = np.zeros(0, np.int64)
+        self.readers = np.zeros(0, np.int32)
+        self.fixed = np.zeros(0, bool)
 
     def index(self, place: np.ndarray) -> np.ndarray:
         """Where the notes on these places are."""
@@ -46,9 +53,19 @@ class _Record:
             page = self.page[high]
             if self.pages << _PAGE > self.writes.size:
                 self.writes = _longer(self.writes, self.pages << _PAGE)
-        if self.readers is not None and self.readers.size < self.writes.size:
-            self.readers = _longer(self.readers, self.writes.size)
+        for name in ("reads", "readers", "fixed"):
+            notes = getattr(self, name)
+            if 0 < notes.size < self.writes.size:
+                setattr(self, name, _longer(notes, self.writes.size))
         return (page.astype(np.int64) << _PAGE) | (place & ((1 << _PAGE) - 1))
+
+    def noting(self, name: str) -> np.ndarray:
+        """`reads`, `readers` or `fixed`, which exist from the first note on."""
+        notes: np.ndarray = getattr(self, name)
+        if not notes.size:
+            notes = np.zeros(self.writes.size, notes.dtype)
+            setattr(self, name, notes)
+        return notes
 
 
 def _longer(array: np.ndarray, size: int) -> np.ndarray:
@@ -92,77 +109,91 @@ class GlobalRaces:
             return "another block"
         return f"thread {m.thread(lane)} of block {m.coordinates(lane // m.block_lanes)}"
 
-    def _unordered(self, lanes: np.ndarray, written: np.ndarray) -> np.ndarray:
-        """Whether writes by other threads are not ordered before what these lanes do."""
+    def _unordered(self, lanes: np.ndarray, noted: np.ndarray, *, between_blocks: bool) -> np.ndarray:
+        """Whether accesses of other threads (`_Record.writes`) are not ordered before what these lanes do."""
         m = self.machine
         assert m is not None
         assert m.races is not None
-        other = (written >> 32) - 1 - self.base
-        foreign = (written != 0) & (other != lanes)
+        other = (noted >> 32) - 1 - self.base
+        foreign = (noted != 0) & (other != lanes)
         if not foreign.any():
             return foreign
         same_block = other // m.block_lanes == lanes // m.block_lanes
-        bad = foreign & ~same_block & (not self.communicates)
+        bad = foreign & ~same_block & between_blocks
         index = np.flatnonzero(foreign & same_block)
         if index.size:
             clocks = m.races.clocks
-            thread, date = (other[index] % m.races.threads).astype(np.int32), (written[index] & 0xFFFFFFFF).astype(np.int32)
+            thread, date = (other[index] % m.races.threads).astype(np.int32), (noted[index] & 0xFFFFFFFF).astype(np.int32)
             bad[index] = clocks.unknown(clocks.row[lanes[index]], ORDER, thread, date)
         return bad
 
-    def read(self, buffer: Buffer, lanes: np.ndarray, place: np.ndarray, width: int, count: int) -> None:
-        """Check and note loads of `count` elements of `width` bytes at `place`, in elements."""
+    def _dated(self, lanes: np.ndarray) -> np.ndarray:
+        """What is noted of accesses that these lanes make now."""
+        m = self.machine
+        assert m is not None
+        assert m.races is not None
+        return (lanes + (self.base + 1)).astype(np.int64) << 32 | m.races.clocks.clock[lanes // 32]
+
+    def read(self, buffer: Buffer, lanes: np.ndarray, place: np.ndarray, width: int, count: int, *, coherent: bool) -> None:
+        """Check and note loads of `count` elements of `width` bytes at `place`, in elements; not `coherent`: by `ld.global.nc`."""
         record = self._record(buffer)
         m = self.machine
         assert m is not None
         if place.size < lanes.size:
             place = np.broadcast_to(place, lanes.shape)
+        now = self._dated(lanes)
         for cell in self._cells(record, place, width, count):
             written = record.writes[cell]
             if written.any():
-                bad = self._unordered(lanes, written)
+                bad = self._unordered(lanes, written, between_blocks=not self.communicates) if coherent else written != 0
                 if bad.any():
                     i = int(np.flatnonzero(bad)[0])
                     who = self._who(int(written[i] >> 32) - 1)
-                    raise AccessFault("global-memory race", i, f"reads what {who} writes in this launch, without order", buffer.name)
+                    how = "reads" if coherent else "reads, by a load that is not coherent (.nc),"
+                    raise AccessFault("global-memory race", i, f"{how} what {who} writes in this launch, without order", buffer.name)
+            record.noting("reads")[cell] = now
+            if not coherent:
+                record.noting("fixed")[cell] = True
             if not self.communicates:
-                if record.readers is None:
-                    record.readers = np.zeros(record.writes.size, np.int32)
+                readers = record.noting("readers")
                 mine = ((lanes + self.base) // m.block_lanes + 1).astype(np.int32)
-                old = record.readers[cell]
+                old = readers[cell]
                 new = np.where((old == 0) | (old == mine), mine, np.int32(_MANY))
-                record.readers[cell] = new
-                lost = record.readers[cell] != new
+                readers[cell] = new
+                lost = readers[cell] != new
                 if lost.any():
-                    record.readers[cell[lost]] = _MANY
+                    readers[cell[lost]] = _MANY
 
     def write(self, buffer: Buffer, lanes: np.ndarray, place: np.ndarray, width: int, values: list[np.ndarray]) -> np.ndarray | None:
         """Check and note stores before they are carried out; which of them meet another of this very instruction (None: none does)."""
         record = self._record(buffer)
         m = self.machine
         assert m is not None
-        assert m.races is not None
-        mine = (lanes + (self.base + 1)).astype(np.int64) << 32 | m.races.clocks.clock[lanes // 32]
+        mine = self._dated(lanes)
         block = (lanes + self.base) // m.block_lanes + 1
         met: np.ndarray | None = None
+
+        def refuse(bad: np.ndarray, what: str, noted: np.ndarray | None = None) -> None:
+            if bad.any():
+                bad = bad & self._changes(buffer, place, width, values)
+            if bad.any():
+                i = int(np.flatnonzero(bad)[0])
+                who = "" if noted is None else self._who(int(noted[i] >> 32) - 1)
+                raise AccessFault("global-memory race", i, f"{what.format(who=who)}, without order", buffer.name)
+
         for cell in self._cells(record, place, width, len(values)):
             written = record.writes[cell]
             if written.any():
-                bad = self._unordered(lanes, written)
-                if bad.any():
-                    bad &= self._changes(buffer, place, width, values)
-                if bad.any():
-                    i = int(np.flatnonzero(bad)[0])
-                    who = self._who(int(written[i] >> 32) - 1)
-                    raise AccessFault("global-memory race", i, f"writes another value than {who}, without order", buffer.name)
-            if record.readers is not None and not self.communicates:
-                read = record.readers[cell]
-                bad = (read != 0) & (read != block)
-                if bad.any():
-                    bad &= self._changes(buffer, place, width, values)
-                if bad.any():
-                    i = int(np.flatnonzero(bad)[0])
-                    raise AccessFault("global-memory race", i, "writes what another block reads in this launch, without order", buffer.name)
+                bad = self._unordered(lanes, written, between_blocks=not self.communicates)
+                refuse(bad, "writes another value than {who}", written)
+            if record.readers.size and not self.communicates:
+                readers = record.readers[cell]
+                refuse((readers != 0) & (readers != block), "writes what another block reads in this launch")
+            if record.reads.size:
+                read = record.reads[cell]
+                refuse(self._unordered(lanes, read, between_blocks=False), "writes what {who} has read", read)
+            if record.fixed.size:
+                refuse(record.fixed[cell], "writes what is read by loads that are not coherent (.nc)")
             record.writes[cell] = mine
             lost = record.writes[cell] != mine
             if lost.any():

@@ -217,9 +217,15 @@ class Memory:
         return b.name, f"{address:#x}, {side} of {b.name!r} {b.description}, {b.span} bytes"
 
     def load(
-        self, address: np.ndarray, width: int, count: int, watch: GlobalRaces | None = None, lanes: np.ndarray | None = None
+        self,
+        address: np.ndarray,
+        width: int,
+        count: int,
+        watch: GlobalRaces | None = None,
+        lanes: np.ndarray | None = None,
+        coherent: bool = True,
     ) -> list[np.ndarray]:
-        """`count` consecutive elements of `width` bytes per address; `watch` is told which of `lanes` reads what may be written."""
+        """`count` consecutive elements of `width` bytes per address; `watch` is told who of `lanes` reads what may be written, and how."""
         parts = self._resolve(address, width * count)
         shift = np.uint64(width.bit_length() - 1)
         results: list[np.ndarray] = []
@@ -231,7 +237,7 @@ class Memory:
             if watch is not None and buffer.writable:
                 assert lanes is not None
                 try:
-                    watch.read(buffer, lanes if index is None else lanes[index], place, width, count)
+                    watch.read(buffer, lanes if index is None else lanes[index], place, width, count, coherent=coherent)
                 except AccessFault as fault:
                     raise self._located(fault, index, address, width) from None
             view = buffer.views[width]

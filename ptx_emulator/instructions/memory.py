@@ -61,7 +61,7 @@ class Access:
             self.space = "shared"
         self.strong = m.take(*_ORDER) not in ("", "weak")
         m.take(*_SCOPE)
-        m.take("nc")
+        self.coherent = not m.take("nc")
         m.take(*_CACHE)
         while m.take(*_L1):
             pass
@@ -110,14 +110,14 @@ def check_waited(f: Fragment) -> None:
             raise AccessFault("global access before griddepcontrol.wait", i, "memory of earlier kernels may not be ready")
 
 
-def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int, line: int = 0) -> list[np.ndarray]:
+def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int, line: int = 0, coherent: bool = True) -> list[np.ndarray]:
     """`count` elements per lane, as unsigned integers of `width` bytes; arrays of one where all lanes agree."""
     machine = f.machine
     if space == "global":
         check_waited(f)
         machine.counters.loaded += width * count * f.n
         machine.counters.access(line, f, address, width * count)
-        return machine.memory.load(address, width, count, machine.global_races, f.lanes)
+        return machine.memory.load(address, width, count, machine.global_races, f.lanes, coherent)
     if space == "shared":
         values, place = machine.shared.load(f, address, width, count)
         if machine.races:
@@ -187,13 +187,13 @@ def _ld(build: Build, ins: ptx.Instruction) -> Step:
     m.finish(3 if access.hint else 2)
     ds = [build.destination(o, access.kind, ins) for o in access.elements(ins.operands[0])]
     address = address_of(build, ins, ins.operands[1], access.space)
-    width, count, space = access.width, access.count, access.space
+    width, count, space, coherent = access.width, access.count, access.space, access.coherent
     dtype = NUMPY[access.kind]
     stores = [np.dtype(STORAGE[build.width(d)]) for d in ds]
     plain = all(s.itemsize == width for s in stores)
 
     def run(f: Fragment) -> None:
-        values = load(f, space, address(f), width, count, ins.line)
+        values = load(f, space, address(f), width, count, ins.line, coherent)
         if plain:
             for d, value in zip(ds, values, strict=True):
                 f.regs[d] = value

@@ -489,6 +489,58 @@ SWAP = entry(
     """,
 )
 
+# Two values per thread in global memory: each thread reads its word, and writes the one of its neighbour in the block.
+OVERWRITE = entry(
+    ".param .u64 y, .param .u64 z",
+    """
+    ld.param.b64 %l1, [y];
+    ld.param.b64 %l2, [z];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mad.lo.s32 %r3, %r2, 64, %r1;
+    mul.wide.u32 %l3, %r3, 4;
+    add.s64 %l4, %l1, %l3;
+    xor.b32 %r4, %r3, 32;
+    mul.wide.u32 %l5, %r4, 4;
+    add.s64 %l5, %l1, %l5;
+    ld.global.b32 %r5, [%l4];
+    bar.sync 0;
+    st.global.b32 [%l5], %r3;
+    add.s64 %l6, %l2, %l3;
+    st.global.b32 [%l6], %r5;
+    """,
+)
+
+# The threads of each block arrive at an mbarrier of the other block of their cluster, and wait at their own.
+SIGNAL = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, stage;
+    mov.u32 %r3, %cluster_ctarank;
+    xor.b32 %r3, %r3, 1;
+    mapa.shared::cluster.u32 %r4, %r2, %r3;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra READY;
+    mbarrier.init.shared.b64 [%r2], 32;
+    fence.mbarrier_init.release.cluster;
+READY:
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r4];
+WAIT:
+    mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p2, [%r2], 0;
+    @!%p2 bra WAIT;
+    mov.u32 %r5, %ctaid.x;
+    mad.lo.s32 %r5, %r5, 32, %r1;
+    mul.wide.u32 %l2, %r5, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r5;
+    """,
+    shared=8,
+)
+
 # Block 0 hands words of global memory over to block 1, each with a flag of its own: words, flags, the words as block 1 got them.
 HANDOVER = entry(
     ".param .u64 y",
@@ -537,7 +589,7 @@ def run_bulk_store(text: str) -> np.ndarray:
 
 
 def run_swap(text: str) -> np.ndarray:
-    """Run SWAP with three blocks of 64 threads; returns z."""
+    """Run SWAP or OVERWRITE with three blocks of 64 threads; returns z."""
     memory, y, z = Memory(), np.full(192, -1, np.int32), np.full(192, -1, np.int32)
     run_ptx(text, 3, 64, [memory.add_array("y", y), memory.add_array("z", z)], memory)
     return z

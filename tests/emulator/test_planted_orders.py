@@ -17,8 +17,10 @@ from tests.emulator.small_kernels import (
     EXCHANGE,
     HANDOVER,
     LANES,
+    OVERWRITE,
     RING,
     SEND,
+    SIGNAL,
     SWAP,
     entry,
     run_bulk_store,
@@ -31,6 +33,8 @@ from tests.emulator.small_kernels import (
 
 FENCE = "fence.proxy.async.shared::cta;"
 OVER = "    xor.b32 %r5, %r4, 4;\n    st.shared.b32 [%r5], %r1;"  # a neighbour's word
+WAIT_SIGNAL = "    mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p2, [%r2], 0;\n    @!%p2 bra WAIT;\n"
+NC = ("ld.global.b32 %r5", "ld.global.nc.b32 %r5")
 READ = "    ld.shared.b32 %r10, [%r9];\n"
 HALVES = """setp.lt.u32 %p5, %r3, 16;
     @%p5 bra LOW;
@@ -109,6 +113,10 @@ def test_right_kernels_pass() -> None:
     empty_group = changed(BULK_STORE, ("OUT:", "    cp.async.bulk.commit_group;\nOUT:"))
     assert (run_bulk_store(empty_group) == np.arange(64)).all()
     assert (run_swap(SWAP) == np.arange(192) ^ 32).all()
+    assert (run_swap(OVERWRITE) == -1).all()
+    assert (run_cluster(SIGNAL)[:128] == np.arange(128)).all()
+    again = "mbarrier.inval.shared.b64 [%r2+256];\n    mbarrier.init.shared.b64 [%r2+256], 1;"
+    assert (run_ring(changed(RING, ("fence.mbarrier_init", f"{again}\n    fence.mbarrier_init"))) == swapped).all()
     assert (run_cluster(FENCED) == run_cluster(EXCHANGE)).all()
     assert (run_copy(ASYNC_BULK) == np.arange(7, 71)).all()
     twice = "    add.s64 %l4, %l2, 4;\n    cp.async.ca.shared.global [%r4], [%l4], 4;\n    cp.async.commit_group;\n    cp.async.wait_all;"
@@ -186,6 +194,41 @@ FAULTS = [
         changed(RING, ("bar.sync 0;", "")),
         "mbarrier",
         "thread (0, 0, 0) of block (0, 0, 0) initialised, without synchronisation",
+    ),
+    Case(
+        "ring: initialised twice",
+        run_ring,
+        changed(RING, ("fence.mbarrier_init", "mbarrier.init.shared.b64 [%r2+256], 1;\n    fence.mbarrier_init")),
+        "mbarrier",
+        "initialises one that is live",
+    ),
+    Case(
+        "ring: an mbarrier stored over",
+        run_ring,
+        changed(RING, ("fence.mbarrier_init", "st.shared.b32 [%r2+260], 0;\n    fence.mbarrier_init")),
+        "shared-memory race",
+        "overwrites what was written by the initialisation of a live mbarrier",
+    ),
+    Case(
+        "ring: an mbarrier read",
+        run_ring,
+        changed(RING, ("fence.mbarrier_init", "ld.shared.b32 %r3, [%r2+260];\n    fence.mbarrier_init")),
+        "shared-memory race",
+        "reads what was written by the initialisation of a live mbarrier",
+    ),
+    Case(
+        "ring: an mbarrier copied over",
+        run_ring,
+        changed(RING, ("READY:", "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2+272], [%l2], 16, [%r2+256];\nREADY:")),
+        "shared-memory race",
+        "a copy overwrites what was written by the initialisation of a live mbarrier",
+    ),
+    Case(
+        "ring: used after its end",
+        run_ring,
+        changed(RING, ("fence.mbarrier_init", "mbarrier.inval.shared.b64 [%r2+256];\n    fence.mbarrier_init")),
+        "mbarrier",
+        "holds no initialised mbarrier",
     ),
     Case(
         "lanes: no barrier among the writers",
@@ -318,6 +361,20 @@ FAULTS = [
         "reads what was written by thread (0, 0, 0) of block (1, 0, 0)",
     ),
     Case(
+        "cluster: arrival at a block that may have left",
+        run_cluster,
+        changed(SIGNAL, (WAIT_SIGNAL, "")),
+        "remote shared memory",
+        "still uses its shared memory",
+    ),
+    Case(
+        "cluster: arrival at a block that may not have started",
+        run_cluster,
+        changed(SIGNAL, ("barrier.cluster.arrive.aligned;\n    barrier.cluster.wait.aligned;", "")),
+        "remote shared memory",
+        "block (0, 0, 0) may not have started",
+    ),
+    Case(
         "global: handed over by a weak flag",
         run_handover,
         changed(HANDOVER, ("st.release.gpu.global", "st.global"), ("ld.acquire.gpu.global", "ld.global")),
@@ -332,6 +389,27 @@ FAULTS = [
         "reads what thread (0, 0, 0) of block (0, 0, 0) writes",
     ),
     Case("global: no barrier in the block", run_swap, changed(SWAP, ("bar.sync 0;", "")), "global-memory race", "reads what thread"),
+    Case(
+        "global: written over before it is read",
+        run_swap,
+        changed(OVERWRITE, ("bar.sync 0;", "")),
+        "global-memory race",
+        "of block (0, 0, 0) has read",
+    ),
+    Case(
+        "global: read by .nc, then written",
+        run_swap,
+        changed(OVERWRITE, NC),
+        "global-memory race",
+        "writes what is read by loads that are not coherent",
+    ),
+    Case(
+        "global: written, then read by .nc",
+        run_swap,
+        changed(SWAP, NC),
+        "global-memory race",
+        "reads, by a load that is not coherent (.nc), what thread",
+    ),
     Case(
         "global: another block's word read",
         run_swap,
@@ -387,6 +465,31 @@ ADD, LOOK = "red.release.gpu.global.add.u32 [%l2+128], 1;", "atom.acquire.gpu.gl
 )
 def test_blocks_may_communicate(write: str, read: str) -> None:
     assert (run_handover(changed(HANDOVER, (SET, write), (POLL, read))) == np.arange(5, 37)).all()
+
+
+def test_lanes_meet_those_who_name_the_same_lanes() -> None:
+    """Half a warp among itself, then the whole: the second half waits until the first half names it, too."""
+    body = """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, FIRST;
+    setp.ge.u32 %p1, %r1, 16;
+    selp.b32 %r3, -1, %r2, %p1;
+AGAIN:
+    shfl.sync.bfly.b32 %r4, %r1, 16, 31, %r3;
+    setp.eq.u32 %p2, %r3, -1;
+    mov.u32 %r3, -1;
+    @!%p2 bra AGAIN;
+    mul.wide.u32 %l2, %r1, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r4;
+    """
+    text = entry(
+        ".param .u64 y", body.replace("bfly.b32 %r4, %r1, 16", "idx.b32 %r4, %r1, %r5").replace("AGAIN:", "xor.b32 %r5, %r1, 1;\nAGAIN:")
+    )
+    assert (run_vector(text.replace("FIRST", "0xffff"), threads=32, count=32) == np.arange(32) ^ 1).all()
+    with pytest.raises(KernelFault, match="divergent barrier"):
+        run_vector(text.replace("FIRST", "0x1ffff"), threads=32, count=32)
 
 
 def test_a_block_waits_for_the_copies_into_its_memory() -> None:
