@@ -32,8 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     sys.path.insert(0, "")
-    module = importlib.import_module(options.cases)
-    cases = module.CASES
+    try:
+        module = importlib.import_module(options.cases)
+        cases = module.CASES
+    except (ModuleNotFoundError, AttributeError) as error:
+        parser.error(f"argument --cases: {options.cases!r} is no module with CASES and TARGETS: {error}")
     if options.target not in module.TARGETS:
         parser.error(f"argument --target: {options.target!r} is none of {', '.join(module.TARGETS)}")
     chosen = cases.get(options.kernel, {}).get(options.case)

@@ -157,11 +157,12 @@ class EmulatedKernel:
         program = self.programs.get(kernel)
         if program is None:
             raise LaunchError(f"the object launches {kernel}, its PTX holds {', '.join(self.programs)}")
-        cluster, pdl = (1, 1, 1), False
+        cluster, pdl = None, False
         table = ctypes.cast(config.attributes, ctypes.POINTER(_Attribute))
         for i in range(config.attribute_count):
             if table[i].id == _CLUSTER:
-                cluster = tuple(table[i].value[:3])
+                x, y, z = table[i].value[:3]
+                cluster = (x, y, z)
             elif table[i].id == _PDL:
                 pdl = bool(table[i].value[0])
         buffer = bytearray(program.kernel.parameter_bytes)
@@ -174,7 +175,7 @@ class EmulatedKernel:
         settings = self.settings
         if settings.prepare:
             settings.prepare(self.name, memory, self._arguments)
-        record = LaunchRecord(tuple(config.grid), tuple(config.block), cluster, config.dynamic_shared, pdl)
+        record = LaunchRecord(tuple(config.grid), tuple(config.block), cluster or (1, 1, 1), config.dynamic_shared, pdl)
         self.launches.append(record)
         result = run_ptx(
             program,

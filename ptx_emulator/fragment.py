@@ -7,9 +7,13 @@ lanes agree, an array of length one.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from ptx_emulator.memory import AccessFault
 
 if TYPE_CHECKING:
     from ptx_emulator.machine import Machine
@@ -83,3 +87,14 @@ def merge(parts: list[Fragment], live: list[int]) -> Fragment:
         whole = np.concatenate([v if v.shape[0] == p.n else np.full(p.n, v[0]) for p, v in zip(parts, values, strict=True)])
         regs[slot] = whole[order]
     return Fragment(first.pc, lanes[order], regs, machine)
+
+
+@contextlib.contextmanager
+def faults_of(part: Fragment) -> Iterator[None]:
+    """Faults within count the positions of `part`, which is no more than a part of the fragment that executes the instruction."""
+    try:
+        yield
+    except AccessFault as fault:
+        if fault.lane is None:
+            fault.lane = int(part.lanes[min(fault.index, part.n - 1)])
+        raise

@@ -101,7 +101,7 @@ def run_ptx(
     params: Sequence[object] | bytes,
     memory: Memory,
     *,
-    cluster: int | Sequence[int] = 1,
+    cluster: int | Sequence[int] | None = None,
     dynamic_shared: int = 0,
     pdl: bool = False,
     independent: bool = False,
@@ -113,6 +113,7 @@ def run_ptx(
 ) -> Result:
     """Execute a kernel on the CPU.
 
+    cluster       blocks per cluster, as the launch asks for; without it the kernel's own `.reqnctapercluster`, or 1
     params        one value per kernel parameter (int, float or raw bytes), or the whole parameter buffer
     memory        every buffer the kernel may touch
     pdl           launched with programmatic dependent launch: global accesses before `griddepcontrol.wait` are faults, and so are
@@ -130,6 +131,8 @@ def run_ptx(
         raise LaunchError(f"parameter buffer of {len(parameters)} bytes, {program.kernel.parameter_bytes} expected")
     if approximation not in ("nearest", "low", "high"):
         raise LaunchError(f"approximation {approximation!r}: nearest, low or high expected")
+    if cluster is None:
+        cluster = program.kernel.directives.get("reqnctapercluster", 1)
     launch = Launch(_three(grid), _three(block), _three(cluster), dynamic_shared, parameters, pdl, approximation, check_races, independent)
     _check(program, launch, shared_limit)
     runs, lanes, warps = (np.zeros(len(program.blocks), np.int64) for _ in range(3))
@@ -159,6 +162,8 @@ def _check(program: Program, launch: Launch, shared_limit: int) -> None:
         raise LaunchError(f"grid {launch.grid}, block {launch.block}, cluster {launch.cluster}: every extent must be at least 1")
     if launch.grid[0] >= 1 << 31 or max(launch.grid[1:]) > 65535:
         raise LaunchError(f"grid {launch.grid} exceeds (2^31-1, 65535, 65535)")
+    if launch.block[2] > 64:
+        raise LaunchError(f"block {launch.block} exceeds (1024, 1024, 64)")
     if launch.threads > 1024:
         raise LaunchError(f"block {launch.block} has {launch.threads} threads, 1024 at most")
     if any(g % c for g, c in zip(launch.grid, launch.cluster, strict=True)):

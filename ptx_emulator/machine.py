@@ -237,7 +237,7 @@ class Machine:
                 step_index += 1
         except AccessFault as fault:
             ins = block.instructions[step_index]
-            raise self.fault(fault.check, fault.message, f, fault.index, ins, fault.tensor) from None
+            raise self.fault(fault.check, fault.message, f, fault.index, ins, fault.tensor, fault.lane) from None
         if block.ends:
             if block.trap:
                 raise self.fault("trap", "the kernel stopped itself", f, 0, block.instructions[-1])
@@ -359,8 +359,11 @@ class Machine:
         x, y, _ = self.launch.block
         return (t % x, t // x % y, t // (x * y))
 
-    def fault(self, check: str, message: str, f: Fragment, position: int, ins: Instruction, tensor: str = "") -> KernelFault:
-        lane = int(f.lanes[min(position, f.n - 1)])
+    def fault(
+        self, check: str, message: str, f: Fragment, position: int, ins: Instruction, tensor: str = "", lane: int | None = None
+    ) -> KernelFault:
+        if lane is None:
+            lane = int(f.lanes[min(position, f.n - 1)])
         return KernelFault(
             check,
             message,

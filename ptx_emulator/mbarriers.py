@@ -1,8 +1,7 @@
 """mbarrier objects in shared memory, and the asynchronous copies that complete on them.
 
-The state of an mbarrier lives beside shared memory, keyed by its place, so a plain store over it does nothing. Copies into
-shared memory are carried out only when nothing else can run: a kernel that reads before it waits reads memory nobody has
-written, and is told so.
+The state of an mbarrier lives beside shared memory, keyed by its place; ordinary accesses there are faults. Copies into shared memory
+are carried out only when nothing else can run: a kernel that reads before it waits reads memory nobody has written, and is told so.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptx_emulator.clocks import merge
+from ptx_emulator.fragment import Fragment, faults_of
 from ptx_emulator.memory import AccessFault
 from ptx_emulator.program import SHARED_START
 
 if TYPE_CHECKING:
-    from ptx_emulator.fragment import Fragment
     from ptx_emulator.machine import Machine
 
 
@@ -72,7 +71,9 @@ class MBarriers:
         races, lane, made = self.machine.races, int(f.lanes[index]), 0
         if races:
             made = int(races.clocks.clock[lane // 32])
-            races.write(f.take(np.array([index]), [], f.pc), np.array([place]), 8)
+            one = f.take(np.array([index]), [], f.pc)
+            with faults_of(one):
+                races.write(one, np.array([place]), 8)
             races.occupy(place, live=True)
         users, copiers = np.zeros((2, self.machine.alive.size), bool)
         self.objects[place] = MBarrier(count, count, lane, made, users, copiers)

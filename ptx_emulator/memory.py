@@ -50,7 +50,9 @@ WEAK = Manner()
 
 
 class AccessFault(Exception):
-    """A bad access of the lane at position `index` of the fragment."""
+    """A bad access of the lane at position `index` of a fragment; `lane` is its number, once somebody has said of which fragment."""
+
+    lane: int | None = None
 
     def __init__(self, check: str, index: int, message: str, tensor: str = "") -> None:
         self.check, self.index, self.message, self.tensor = check, index, message, tensor

@@ -203,10 +203,10 @@ def decode_ue8m0(code: np.ndarray) -> np.ndarray:
     return np.where(code == 255, np.nan, np.ldexp(1.0, code - 127))
 
 
-def float_to_int(value: np.ndarray, mode: str, bits: int, signed: bool) -> np.ndarray:
+def float_to_int(value: np.ndarray, mode: str, bits: int, signed: bool, double: bool = False) -> np.ndarray:
     """float64 values → integers of `bits` bits in two's complement, rounded by `rni`, `rzi`, `rmi` or `rpi`, clamped to the range.
 
-    NaN gives 0 for 32 bits and below, and the top bit alone for 64 (PTX ISA, `cvt`).
+    NaN gives 0, but the top bit alone for results of 64 bits and sources of .f64, `double` (PTX ISA, `cvt`).
     """
     rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode](value)
     low, high = (-(2.0 ** (bits - 1)), 2.0 ** (bits - 1)) if signed else (0.0, 2.0**bits)
@@ -219,5 +219,5 @@ def float_to_int(value: np.ndarray, mode: str, bits: int, signed: bool) -> np.nd
     bottom = (1 << (bits - 1)) if signed else 0
     result = np.where(inside, as_int, np.where(rounded < low, U64(bottom), U64(top)))
     mask = (1 << bits) - 1
-    result = np.where(nan, U64(0 if bits < 64 else 1 << 63), result & U64(mask))
+    result = np.where(nan, U64(1 << (bits - 1) if double or bits == 64 else 0), result & U64(mask))
     return result.astype(unsigned)

@@ -22,6 +22,16 @@ _LABEL = re.compile(r"([$\w%.]+)\s*:(?!:)")
 _REGISTERS = re.compile(r"(%?[\w$]+?)<(\d+)>$")
 _MEMORY = re.compile(r"([%$\w.]+)\s*(?:\+\s*(-?\d+|-?0[xX][0-9a-fA-F]+))?$")
 _NUMBER = re.compile(r"[-+]?(0[xX][0-9a-fA-F]+|0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|\d+(\.\d*)?([eE][-+]?\d+)?)U?$")
+_HEADER = {  # what is executed
+    "version": re.compile(r"[789]\.\d+$"),
+    "target": re.compile(r"sm_\d+[af]?(\s*,\s*debug)?$"),
+    "address_size": re.compile("64$"),
+    "file": re.compile(""),
+}
+_DIRECTIVES = {  # of an entry
+    *("maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqnctapercluster", "maxclusterrank", "explicitcluster"),
+    *("noreturn", "pragma"),
+}
 _ARRAY = re.compile(r"(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([%$\w.]+)\s*(?:\[\s*(\d*)\s*\])?\s*(?:=\s*(.*))?$", re.S)
 
 
@@ -157,7 +167,11 @@ class Module:
 
 def parse(text: str) -> Module:
     """Parse a whole PTX file; raises `PtxSyntaxError` naming the line of the first thing it does not know."""
-    return _Parser(text).module()
+    parser = _Parser(text)
+    try:
+        return parser.module()
+    except (AttributeError, IndexError, KeyError, ValueError) as error:
+        raise parser.fail(f"not understood ({error})") from error
 
 
 class _Parser:
@@ -201,7 +215,10 @@ class _Parser:
                 return Module(header["version"], header["target"], kernels, variables)
             match = re.compile(r"\.(version|target|address_size|file)\b([^\n]*)").match(self.text, self.at)
             if match:
-                header[match.group(1)] = match.group(2).strip()
+                name, value = match.group(1), match.group(2).strip()
+                if not _HEADER[name].match(value):
+                    raise self.fail(f".{name} {value} is not executed")
+                header[name] = value
                 self.at = match.end()
                 continue
             if self.text.startswith(".section", self.at):
@@ -260,6 +277,8 @@ class _Parser:
         directives: dict[str, tuple[int, ...]] = {}
         head = self.until("{")
         for name, values in re.findall(r"\.(\w+)([^.{]*)", head):
+            if name not in _DIRECTIVES:
+                raise self.fail(f"directive .{name} of a kernel not understood")
             directives[name] = tuple(int(v, 0) for v in re.findall(r"\d+", values))
         kernel = Kernel(match.group(1), parameters, directives)
         _Body(self, kernel).parse()
@@ -307,6 +326,8 @@ class _Body:
                 if p.text.startswith(".branchtargets", p.at):
                     self.kernel.tables[name] = [t.strip() for t in p.until(";").split(None, 1)[1].split(",")]
                 else:
+                    if name in self.kernel.labels:
+                        raise p.fail(f"label {label.group(1)} stands twice", label.start())
                     self.kernel.labels[name] = len(self.kernel.instructions)
                 continue
             start = p.at

@@ -10,7 +10,7 @@ import numpy as np
 
 from ptx_emulator import parser as ptx
 from ptx_emulator.faults import PtxSyntaxError, UnsupportedInstruction
-from ptx_emulator.fragment import GARBAGE, Fragment
+from ptx_emulator.fragment import GARBAGE, Fragment, faults_of
 
 Step = Callable[[Fragment], None]
 # A collective returns the fragments that go on; it parks the rest with the machine.
@@ -208,8 +208,15 @@ class Build:
             dtype, unsigned = (np.float32, np.uint32) if kind == "f32" else (np.float64, np.uint64)
             return int(np.array([float(low)], dtype).view(unsigned)[0])
         elif ("." not in low and "e" not in low) or low.startswith(("0x", "-0x")):
-            return int(low, 0) % (1 << bits) if bits > 1 else int(int(low, 0) != 0)
+            value = _integer(low)
+            return value % (1 << bits) if bits > 1 else int(value != 0)
         raise UnsupportedInstruction(f"literal {text} as .{kind}", ins.line, ins.text)
+
+    def number(self, operand: ptx.Operand, ins: ptx.Instruction) -> int:
+        """An operand that must be an integer literal."""
+        if not isinstance(operand, ptx.Immediate):
+            raise UnsupportedInstruction(f"{operand}: an integer literal expected", ins.line, ins.text)
+        return self.literal(operand.text, "u32", ins)
 
     def destination(self, operand: ptx.Operand, kind: str, ins: ptx.Instruction) -> int:
         """Slot of a destination operand; `_` gives a slot nobody reads."""
@@ -227,6 +234,13 @@ class Build:
 
     def width(self, slot: int) -> int:
         return self.widths[slot]
+
+
+def _integer(text: str) -> int:
+    """A literal as PTX has them: hexadecimal, octal with a leading 0, or decimal."""
+    digits = text.lstrip("+-")
+    value = int(digits, 8) if len(digits) > 1 and digits.isdigit() and digits[0] == "0" else int(digits, 0)
+    return -value if text.startswith("-") else value
 
 
 class Program:
@@ -255,10 +269,10 @@ class Program:
                 leaders.add(i + 1)
             elif ins.base in _COLLECTIVES:
                 leaders.update((i, i + 1))
-        starts = sorted(s for s in leaders if s < count)
+        starts = sorted(s for s in leaders if s < count)  # none of an empty kernel
         blocks: list[Block] = []
         place: dict[int, int] = {}
-        for start, end in zip(starts, [*starts[1:], count], strict=True):
+        for start, end in zip(starts, [*starts[1:], count][: len(starts)], strict=True):
             body = kernel.instructions[start:end]
             place[start] = len(blocks)
             guarded = len(body) == 1 and body[0].guard is not None and body[0].base in (*_COLLECTIVES, "ret", "exit", "trap")
@@ -305,39 +319,50 @@ class Program:
             block.instructions = []
             account(False)
         for ins in block.instructions:
-            base = ins.base
             build.reads, build.writes = set(), set()
-            if base == "bra":
-                block.target = self._target(ins.operands[0], ins)
-                if ins.guard is not None:
-                    block.condition, block.negated = build.source(ins.guard, "pred", ins), ins.negated
-                else:
-                    block.falls = False
-                account(False)
-            elif base == "brx":
-                name = ins.operands[1]
-                if ins.guard is not None or not isinstance(name, ptx.Symbol) or name.name not in self.kernel.tables:
-                    raise UnsupportedInstruction("indexed branch", ins.line, ins.text)
-                block.condition = build.source(ins.operands[0], "u32", ins)
-                block.table = [self._target(ptx.Symbol(t), ins) for t in self.kernel.tables[name.name]]
-                block.falls = False
-                account(False)
-            elif base in ("ret", "exit", "trap"):
-                block.falls, block.ends, block.trap = False, True, base == "trap"
-            elif base in _COLLECTIVES:
-                block.collective = _COLLECTIVES[base](build, ins)
-                account(False)
-            elif base in _OPCODES:
-                step = _OPCODES[base](build, ins)
-                if ins.guard is not None:
-                    reads, writes = sorted(build.reads | {WAITED}), sorted(build.writes)
-                    step = guarded_step(step, build.source(ins.guard, "pred", ins), ins.negated, reads, writes)
-                block.steps.append(step)
-                account(ins.guard is not None)
-            else:
-                raise UnsupportedInstruction(f"opcode {ins.opcode!r} is not known", ins.line, ins.text)
+            try:
+                self._instruction(block, ins, account)
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                raise UnsupportedInstruction(f"{ins.opcode}: operands not understood ({error})", ins.line, ins.text) from error
         block.reads = sum(1 << s for s in use)
         block.writes = sum(1 << s for s in kill)
+
+    def _instruction(self, block: Block, ins: ptx.Instruction, account: Callable[[bool], None]) -> None:
+        """Adds one instruction to its block."""
+        build, base = self.build, ins.base
+        if base in ("bra", "brx", "ret", "exit", "trap"):
+            form = {"bra": ({"uni"}, 1), "brx": ({"idx", "uni"}, 2), "ret": ({"uni"}, 0)}.get(base, (set[str](), 0))
+            if set(ins.modifiers) - form[0] or len(ins.operands) != form[1]:
+                raise UnsupportedInstruction(f"{ins.opcode}: form not known", ins.line, ins.text)
+        if base == "bra":
+            block.target = self._target(ins.operands[0], ins)
+            if ins.guard is not None:
+                block.condition, block.negated = build.source(ins.guard, "pred", ins), ins.negated
+            else:
+                block.falls = False
+            account(False)
+        elif base == "brx":
+            name = ins.operands[1]
+            if ins.guard is not None or not isinstance(name, ptx.Symbol) or name.name not in self.kernel.tables:
+                raise UnsupportedInstruction("indexed branch", ins.line, ins.text)
+            block.condition = build.source(ins.operands[0], "u32", ins)
+            block.table = [self._target(ptx.Symbol(t), ins) for t in self.kernel.tables[name.name]]
+            block.falls = False
+            account(False)
+        elif base in ("ret", "exit", "trap"):
+            block.falls, block.ends, block.trap = False, True, base == "trap"
+        elif base in _COLLECTIVES:
+            block.collective = _COLLECTIVES[base](build, ins)
+            account(False)
+        elif base in _OPCODES:
+            step = _OPCODES[base](build, ins)
+            if ins.guard is not None:
+                reads, writes = sorted(build.reads | {WAITED}), sorted(build.writes)
+                step = guarded_step(step, build.source(ins.guard, "pred", ins), ins.negated, reads, writes)
+            block.steps.append(step)
+            account(ins.guard is not None)
+        else:
+            raise UnsupportedInstruction(f"opcode {ins.opcode!r} is not known", ins.line, ins.text)
 
     def _liveness(self) -> None:
         blocks = self.blocks
@@ -377,7 +402,8 @@ def guarded_step(step: Step, predicate: int, negated: bool, reads: list[int], wr
             return
         index = np.flatnonzero(mask)
         part = f.take(index, reads, f.pc)
-        step(part)
+        with faults_of(part):
+            step(part)
         n = f.n
         for slot in writes:
             value, old = part.regs[slot], f.regs[slot]

@@ -167,8 +167,8 @@ class RaceChecker:
 
     # ---- accesses of asynchronous copies
 
-    def copy(self, lane: int, index: int, start: int, nbytes: int, agent: int, date: int, *, writes: bool) -> None:
-        """A bulk copy of a thread writes or reads `nbytes` at `start`; it is over for who knows of `agent` at `date`."""
+    def copy(self, lane: int, start: int, nbytes: int, agent: int, date: int, *, writes: bool) -> None:
+        """A bulk copy of one thread writes or reads `nbytes` at `start`; it is over for who knows of `agent` at `date`."""
         clocks = self.clocks
         row, thread = clocks.row[lane : lane + 1], lane % self.threads
         cell = np.arange(start // self.granule, (start + nbytes) // self.granule)
@@ -177,7 +177,7 @@ class RaceChecker:
         def refuse(kind: int, what: str, bad: np.ndarray, other: np.ndarray) -> None:
             if bad.any():
                 at = int(np.flatnonzero(bad)[0])
-                raise self._fault(kind, what, index, int(cell[at]) * self.granule, int(other[at]))
+                raise self._fault(kind, what, 0, int(cell[at]) * self.granule, int(other[at]))
 
         what = f"a copy {'overwrites' if writes else 'reads'} what was written by"
         refuse(ORDER, what, clocks.unknown(row, ORDER, writer, written) & (writer != thread), writer)
@@ -192,7 +192,7 @@ class RaceChecker:
             if late.any():
                 n, warp = np.nonzero(late)
                 itself = np.full(n.size, thread) if kind == ORDER else None
-                self._late(kind, np.full(n.size, index), warp, np.full(n.size, row[0]), cell[n], itself)
+                self._late(kind, np.zeros(n.size, np.int64), warp, np.full(n.size, row[0]), cell[n], itself)
         if self.fetcher is not None:
             fetcher = self.fetcher[cell]
             refuse(ORDER, "a copy overwrites what is read by", clocks.unknown(row, ORDER, fetcher, self.fetch_date[cell]), fetcher)

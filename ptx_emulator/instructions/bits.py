@@ -250,7 +250,7 @@ def _lop3(build: Build, ins: ptx.Instruction) -> Step:
     table = ins.operands[4]
     if not isinstance(table, ptx.Immediate):
         raise m.unsupported("the table must be a constant")
-    entries = int(table.text, 0)
+    entries = build.number(table, ins)
 
     def combine(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
         result = np.zeros(np.broadcast_shapes(a.shape, b.shape, c.shape), U32)

@@ -107,7 +107,7 @@ def _float_to_int(build: Build, ins: ptx.Instruction, m: Modifiers, to: str, sou
         raw = f.regs[s]
         if ftz:
             raw = num.flush(raw)
-        value = num.float_to_int(_read_float(raw, source).astype(F64), mode, bits, signed)
+        value = num.float_to_int(_read_float(raw, source).astype(F64), mode, bits, signed, double=source == "f64")
         narrow = value.astype(f"u{bits // 8}")
         f.regs[d] = _write_integer(narrow.view(f"i{bits // 8}") if signed else narrow, store)
 
@@ -130,8 +130,11 @@ def _int_to_float(build: Build, ins: ptx.Instruction, m: Modifiers, to: str, sou
         else:
             exact = value.astype(F64)
             if value.dtype.itemsize == 8:  # keep what float64 cannot hold as the odd bit
-                back = np.where(np.abs(exact) < 2.0**63, exact, 0.0).astype(value.dtype)
-                exact = num.round_to_odd(exact, np.where(np.abs(exact) < 2.0**63, (value - back).view(np.int64).astype(F64), 0.0))
+                negative = value < 0
+                size = np.where(negative, ~value.view(U64) + U64(1), value.view(U64))
+                low = size & U64(0x7FF)
+                exact = num.round_to_odd((size - low).astype(F64), low.astype(F64))
+                exact = np.where(negative, -exact, exact)
             result = num.encode(exact, _FORMATS[to]).astype(U16)
         f.regs[d] = result.astype(store, copy=False)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptx_emulator import parser as ptx
-from ptx_emulator.fragment import Fragment
+from ptx_emulator.fragment import Fragment, faults_of
 from ptx_emulator.instructions.forms import Modifiers
 from ptx_emulator.instructions.memory import address_of, check_waited
 from ptx_emulator.memory import AccessFault
@@ -35,23 +35,23 @@ def _cp(build: Build, ins: ptx.Instruction) -> Step:
         return lambda f: f.machine.copies.wait_all(f)
     if m.take("wait_group"):
         m.finish(1)
-        n = int(ins.operands[0].text, 0)  # type: ignore[union-attr]
+        n = build.number(ins.operands[0], ins)
         return lambda f: f.machine.copies.wait(f, n)
     if m.take("mbarrier"):
         raise m.unsupported("arrival of cp.async on an mbarrier")
-    m.take("ca", "cg")
-    if not m.take("shared", "shared::cta") or not m.take("global"):
+    cache = m.take("ca", "cg")
+    if not cache or not m.take("shared", "shared::cta") or not m.take("global"):
         raise m.unsupported()
     m.take("L2::64B", "L2::128B", "L2::256B")
     hint = bool(m.take("L2::cache_hint"))
     m.finish((3 + hint, 4 + hint))
     target = address_of(build, ins, ins.operands[0], "shared")
     source = address_of(build, ins, ins.operands[1], "global")
-    size = int(ins.operands[2].text, 0)  # type: ignore[union-attr]
+    size = build.number(ins.operands[2], ins)
     build.shared_granule = min(build.shared_granule, min(size, 8))
     has_actual = len(ins.operands) - hint == 4
     actual = build.source(ins.operands[3], "u32", ins) if has_actual else None
-    if size not in (4, 8, 16):
+    if size not in ((16,) if cache == "cg" else (4, 8, 16)):
         raise m.unsupported(f"{size} bytes")
     width = min(size, 8)
 
@@ -60,18 +60,19 @@ def _cp(build: Build, ins: ptx.Instruction) -> Step:
         machine = f.machine
         addresses, targets = np.broadcast_to(source(f), (f.n,)), np.broadcast_to(target(f), (f.n,))
         sizes = f.full(actual).astype(np.int64) if actual is not None else np.full(f.n, size)
+        if (sizes > size).any():
+            i = int(np.argmax(sizes > size))
+            raise AccessFault("out of bounds", i, f"source size {int(sizes[i])} of a copy of {size} bytes")
         data = np.zeros((f.n, size), np.uint8)
         full = np.flatnonzero(sizes == size)
         if full.size:
-            try:
+            with faults_of(f.take(full, [], f.pc)):
                 words = machine.memory.load(addresses[full], width, size // width, machine.global_races, f.lanes[full])
-            except AccessFault as fault:
-                fault.index = int(full[fault.index])
-                raise
             data[full] = np.stack(words, 1).view(np.uint8).reshape(full.size, size)
-        for i in np.flatnonzero((sizes > 0) & (sizes < size)):
-            for k in range(int(sizes[i])):
-                data[i, k] = machine.memory.load(addresses[i : i + 1] + U64(k), 1, 1)[0][0]
+        for i in np.flatnonzero((sizes > 0) & (sizes < size)).tolist():
+            with faults_of(f.take(np.array([i]), [], f.pc)):
+                bytewise = addresses[i] + np.arange(sizes[i], dtype=U64)
+                data[i, : sizes[i]] = machine.memory.load(bytewise, 1, 1, machine.global_races, np.repeat(f.lanes[i], sizes[i]))[0]
         machine.counters.loaded += int(sizes.sum())
         machine.copies.start(f, machine.shared.place(f, targets, size)[0], data)
 
@@ -166,16 +167,10 @@ def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
     if m.take("wait_group"):
         m.take("read")
         m.finish(1)
-        n = int(ins.operands[0].text, 0)  # type: ignore[union-attr]
+        n = build.number(ins.operands[0], ins)
         return lambda f: f.machine.bulk.wait(f, n)
     if m.take("prefetch"):
-        m.take("L2")
-        m.take("global")
-        hint = bool(m.take("L2::cache_hint"))
-        m.finish(2 + hint)
-        address_of(build, ins, ins.operands[0], "global")
-        build.source(ins.operands[1], "u32", ins)
-        return lambda f: None
+        return _bulk_prefetch(build, ins, m)
     spaces = [s for s in m.rest if s in ("shared::cluster", "shared::cta", "global")]
     m.rest = [s for s in m.rest if s not in spaces]
     hint = bool(m.take("L2::cache_hint"))
@@ -185,18 +180,36 @@ def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
     if spaces == ["global", "shared::cta"] and grouped:
         return _bulk_store(build, ins)
     if spaces in (["shared::cluster", "global"], ["shared::cta", "global"]) and completes:
-        return _bulk_load(build, ins)
+        return _bulk_load(build, ins, spaces[0])
     raise m.unsupported()
 
 
-def _check_bulk(f: Fragment, i: int, *values: int) -> None:
+def _bulk_prefetch(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
+    """Nothing is loaded, but what is named must be there, and early is as late as with any other access."""
+    if not (m.take("L2") and m.take("global")):
+        raise m.unsupported()
+    hint = bool(m.take("L2::cache_hint"))
+    m.finish(2 + hint)
+    source, size = address_of(build, ins, ins.operands[0], "global"), build.source(ins.operands[1], "u32", ins)
+
+    def run(f: Fragment) -> None:
+        sources, sizes = np.broadcast_to(source(f), (f.n,)), f.full(size)
+        for i in range(f.n):
+            with faults_of(f.take(np.array([i]), [], f.pc)):
+                _check_bulk(int(sources[i]), int(sizes[i]))
+                f.machine.memory.load(np.arange(sources[i], sources[i] + U64(sizes[i]), 16, dtype=U64), 8, 2)
+
+    return run
+
+
+def _check_bulk(*values: int) -> None:
     if any(v % 16 for v in values):
-        raise AccessFault("misaligned access", i, f"bulk copy of {values[-1]} bytes: addresses and size must be multiples of 16")
+        raise AccessFault("misaligned access", 0, f"bulk copy of {values[-1]} bytes: addresses and size must be multiples of 16")
 
 
-def _bulk_load(build: Build, ins: ptx.Instruction) -> Step:
-    target, source = address_of(build, ins, ins.operands[0], "shared"), address_of(build, ins, ins.operands[1], "global")
-    size, bar = build.source(ins.operands[2], "u32", ins), address_of(build, ins, ins.operands[3], "shared")
+def _bulk_load(build: Build, ins: ptx.Instruction, space: str) -> Step:
+    target, source = address_of(build, ins, ins.operands[0], space), address_of(build, ins, ins.operands[1], "global")
+    size, bar = build.source(ins.operands[2], "u32", ins), address_of(build, ins, ins.operands[3], space)
 
     def run(f: Fragment) -> None:
         check_waited(f)
@@ -205,17 +218,14 @@ def _bulk_load(build: Build, ins: ptx.Instruction) -> Step:
         sizes = f.full(size)
         for i in range(f.n):
             nbytes, one = int(sizes[i]), f.take(np.array([i]), [], f.pc)
-            _check_bulk(f, i, int(targets[i]), int(sources[i]), nbytes)
-            if nbytes == 0:
-                continue
-            try:
+            with faults_of(one):
+                _check_bulk(int(targets[i]), int(sources[i]), nbytes)
+                if nbytes == 0:
+                    continue
                 data = _read_global(machine, int(sources[i]), nbytes, one)
-            except AccessFault as fault:
-                fault.index = i
-                raise
-            machine.counters.loaded += nbytes
-            machine.counters.bulk(ins.line, int(sources[i]), nbytes)
-            _start_copy(machine, one, i, targets[i : i + 1], bars[i : i + 1], data)
+                machine.counters.loaded += nbytes
+                machine.counters.bulk(ins.line, int(sources[i]), nbytes)
+                _start_copy(machine, one, targets[i : i + 1], bars[i : i + 1], data)
 
     return run
 
@@ -226,16 +236,16 @@ def _read_global(machine: Machine, address: int, nbytes: int, one: Fragment) -> 
     return words.view(np.uint8)
 
 
-def _start_copy(machine: Machine, one: Fragment, index: int, target: np.ndarray, bar: np.ndarray, data: np.ndarray) -> None:
+def _start_copy(machine: Machine, one: Fragment, target: np.ndarray, bar: np.ndarray, data: np.ndarray) -> None:
     """Mark the destination as in flight and queue the arrival of its bytes on the mbarrier."""
     nbytes, lane = data.size, int(one.lanes[0])
     start = int(machine.shared.place(one, target, 16)[0][0])
     machine.shared.place(one, target + U64(nbytes - 16), 16)
     place = int(machine.shared.place(one, bar, 8)[0][0])
-    barrier = machine.mbarriers.get(place, one.lanes, np.array([index]), copy=True)
+    barrier = machine.mbarriers.get(place, one.lanes, np.array([0]), copy=True)
     if machine.races:
         agent, date = machine.mbarriers.agent(barrier, place)
-        machine.races.copy(lane, index, start, nbytes, agent, date, writes=True)
+        machine.races.copy(lane, start, nbytes, agent, date, writes=True)
     machine.shared.written[start : start + nbytes] = 2
 
     def arrive() -> None:
@@ -258,26 +268,23 @@ def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
         sizes = f.full(size)
         for i in range(f.n):
             nbytes, one = int(sizes[i]), f.take(np.array([i]), [], f.pc)
-            _check_bulk(f, i, int(targets[i]), int(sources[i]), nbytes)
-            if nbytes == 0:
-                continue
-            place = machine.shared.place(one, sources[i : i + 1], 16)[0]
-            machine.shared.place(one, sources[i : i + 1] + U64(nbytes - 16), 16)
-            start = int(place[0])
-            agents, dates = machine.bulk.add(one.lanes)
-            if machine.races:
-                machine.races.copy(int(one.lanes[0]), i, start, nbytes, int(agents[0]), int(dates[0]), writes=False)
-            if (machine.shared.written[start : start + nbytes] != 1).any():
-                raise AccessFault("uninitialised read", i, "bulk store of shared memory nobody has written", "shared memory")
-            words = machine.shared.data[start : start + nbytes].copy().view(U64)
-            try:
+            with faults_of(one):
+                _check_bulk(int(targets[i]), int(sources[i]), nbytes)
+                if nbytes == 0:
+                    continue
+                place = machine.shared.place(one, sources[i : i + 1], 16)[0]
+                machine.shared.place(one, sources[i : i + 1] + U64(nbytes - 16), 16)
+                start = int(place[0])
+                agents, dates = machine.bulk.add(one.lanes)
+                if machine.races:
+                    machine.races.copy(int(one.lanes[0]), start, nbytes, int(agents[0]), int(dates[0]), writes=False)
+                if (machine.shared.written[start : start + nbytes] != 1).any():
+                    raise AccessFault("uninitialised read", 0, "bulk store of shared memory nobody has written", "shared memory")
+                words = machine.shared.data[start : start + nbytes].copy().view(U64)
                 addresses = np.arange(int(targets[i]), int(targets[i]) + nbytes, 8, dtype=U64)
                 machine.memory.store(addresses, 8, [words], machine.global_races, np.repeat(one.lanes, addresses.size))
-            except AccessFault as fault:
-                fault.index = i
-                raise
-            machine.counters.stored += nbytes
-            machine.counters.bulk(ins.line, int(targets[i]), nbytes)
+                machine.counters.stored += nbytes
+                machine.counters.bulk(ins.line, int(targets[i]), nbytes)
 
     return run
 
@@ -291,7 +298,7 @@ def store_async(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
     m.finish(3)
     if not space or not completes or kind not in ("b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"):
         raise m.unsupported()
-    target, bar = address_of(build, ins, ins.operands[0], "shared"), address_of(build, ins, ins.operands[2], "shared")
+    target, bar = address_of(build, ins, ins.operands[0], space), address_of(build, ins, ins.operands[2], space)
     value = ins.operands[1]
     items = value.items if isinstance(value, ptx.Vector) else (value,)
     if len(items) != (int(vector[1:]) if vector else 1):

@@ -9,10 +9,10 @@ import numpy as np
 
 from ptx_emulator import parser as ptx
 from ptx_emulator.faults import UnsupportedInstruction
-from ptx_emulator.fragment import Fragment
+from ptx_emulator.fragment import Fragment, faults_of
 from ptx_emulator.instructions.forms import Modifiers
 from ptx_emulator.memory import WEAK, AccessFault, Manner
-from ptx_emulator.program import LOCAL_WINDOW, NUMPY, SHARED_WINDOW, STORAGE, WAITED, Build, Step, opcode
+from ptx_emulator.program import LOCAL_WINDOW, NUMPY, RANK_SHIFT, SHARED_WINDOW, STORAGE, WAITED, Build, Step, opcode
 
 U64 = np.uint64
 _SPACES = ("global", "shared::cluster", "shared::cta", "shared", "local", "param", "param::entry", "const")
@@ -33,7 +33,28 @@ _L2 = ("L2::64B", "L2::128B", "L2::256B")
 
 
 def address_of(build: Build, ins: ptx.Instruction, operand: ptx.Operand, space: str) -> Callable[[Fragment], np.ndarray]:
-    """A function fragment → uint64 addresses (length one where all lanes agree)."""
+    """A function fragment → uint64 addresses (length one where all lanes agree).
+
+    `space` as the instruction spells it: what `mapa` gives is an address of "shared::cluster" alone.
+    """
+    if space in ("shared", "shared::cta"):
+        return _own_block(_address_of(build, ins, operand, space))
+    return _address_of(build, ins, operand, space)
+
+
+def _own_block(address: Callable[[Fragment], np.ndarray]) -> Callable[[Fragment], np.ndarray]:
+    def run(f: Fragment) -> np.ndarray:
+        found = address(f)
+        if int(np.bitwise_or.reduce(found)) >> RANK_SHIFT:
+            i = int(np.flatnonzero(found >> U64(RANK_SHIFT))[0])
+            what = f"{int(found[i]):#x} is no address of .shared::cta: mapa gives those of .shared::cluster"
+            raise AccessFault("out of bounds", i, what, "shared memory")
+        return found
+
+    return run
+
+
+def _address_of(build: Build, ins: ptx.Instruction, operand: ptx.Operand, space: str) -> Callable[[Fragment], np.ndarray]:
     if not isinstance(operand, ptx.Address):
         raise UnsupportedInstruction(f"address operand {operand}", ins.line, ins.text)
     offset = U64(operand.offset % (1 << 64))
@@ -56,9 +77,8 @@ class Access:
 
     def __init__(self, build: Build, ins: ptx.Instruction, m: Modifiers) -> None:
         self.ins = ins
-        self.space = m.take(*_SPACES).replace("param::entry", "param") or "generic"
-        if self.space.startswith("shared"):
-            self.space = "shared"
+        self.spelled = m.take(*_SPACES).replace("param::entry", "param") or "generic"
+        self.space = "shared" if self.spelled.startswith("shared") else self.spelled
         self.manner = Manner.of(m.take(*_ORDER), m.take(*_SCOPE))
         if m.take("nc"):
             self.manner = self.manner._replace(coherent=False)
@@ -71,8 +91,9 @@ class Access:
         self.count = int(vector[1:]) if vector else 1
         self.kind = m.type()
         self.width = ptx.WIDTHS[self.kind] // 8
-        if self.kind == "pred" or self.width > 8 or self.width * self.count > 32:
-            raise m.unsupported()
+        most = 32 if self.space == "global" else 16
+        if self.kind == "pred" or self.width > 8 or self.width * self.count > most:
+            raise m.unsupported(f"{self.count} elements of .{self.kind} in {self.space} memory")
         if self.space in ("shared", "generic"):
             build.shared_granule = min(build.shared_granule, self.width)
 
@@ -150,7 +171,9 @@ def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int, l
     for inner, some, mine in parts:
         assert some is not None  # only a single part covers all positions
         part = f.take(some, [WAITED], f.pc)
-        for out, value in zip(results, load(part, inner, mine, width, count, line, manner), strict=True):
+        with faults_of(part):
+            values = load(part, inner, mine, width, count, line, manner)
+        for out, value in zip(results, values, strict=True):
             out[some] = value
     return results
 
@@ -185,7 +208,9 @@ def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list
         for inner, some, mine in parts:
             assert some is not None
             chosen = [v if v.shape[0] == 1 else v[some] for v in values]
-            store(f.take(some, [WAITED], f.pc), inner, mine, width, chosen, line, manner)
+            part = f.take(some, [WAITED], f.pc)
+            with faults_of(part):
+                store(part, inner, mine, width, chosen, line, manner)
     else:
         raise AccessFault("write to read-only memory", 0, f"store to {space} memory", space)
 
@@ -196,7 +221,7 @@ def _ld(build: Build, ins: ptx.Instruction) -> Step:
     access = Access(build, ins, m)
     m.finish(3 if access.hint else 2)
     ds = [build.destination(o, access.kind, ins) for o in access.elements(ins.operands[0])]
-    address = address_of(build, ins, ins.operands[1], access.space)
+    address = address_of(build, ins, ins.operands[1], access.spelled)
     width, count, space, manner = access.width, access.count, access.space, access.manner
     dtype = NUMPY[access.kind]
     stores = [np.dtype(STORAGE[build.width(d)]) for d in ds]
@@ -228,7 +253,7 @@ def _st(build: Build, ins: ptx.Instruction) -> Step:
     if access.space in ("global", "generic"):
         build.global_granule = min(build.global_granule, access.width * access.count)
     m.finish(3 if access.hint else 2)
-    address = address_of(build, ins, ins.operands[0], access.space)
+    address = address_of(build, ins, ins.operands[0], access.spelled)
     slots = [build.source(o, access.kind, ins) for o in access.elements(ins.operands[1])]
     width, space, manner = access.width, access.space, access.manner
     dtype = np.dtype(f"u{width}")
@@ -243,7 +268,8 @@ def _st(build: Build, ins: ptx.Instruction) -> Step:
 def _prefetch(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     m.take("global", "local")
-    m.take("L1", "L2", "L2::evict_last", "L2::evict_normal")
+    if not m.take("L1", "L2", "L2::evict_last", "L2::evict_normal"):
+        raise m.unsupported()
     m.finish(1)
     address_of(build, ins, ins.operands[0], "global")
     return lambda f: None
@@ -256,13 +282,15 @@ def _fence(build: Build, ins: ptx.Instruction) -> Step:
     # store after it, a release, and a relaxed load before it an acquire.
     m = Modifiers(ins)
     proxy, init = bool(m.take("proxy")), bool(m.take("mbarrier_init"))
-    kind = m.take("async", "async::generic", "alias", "async.global", "async.shared::cta", "async.shared::cluster")
+    kind = m.take("async", "async::generic", "alias")
     place = m.take("global", "shared::cta", "shared::cluster")
     m.take("sync_restrict::shared::cta", "sync_restrict::shared::cluster")
     order = m.take("sc", "acq_rel", "acquire", "release")
     scope = m.take("cta", "cluster", "gpu", "sys", "gl")
     m.finish(0)
-    if proxy and (kind == "alias" or "global" in (place, kind.rpartition(".")[2])):
+    if (proxy and not kind) or (not proxy and (kind or not scope)) or (init and (order, scope) != ("release", "cluster")):
+        raise m.unsupported()
+    if proxy and (kind == "alias" or place == "global"):
         return lambda f: None  # of no concern to shared memory
     plain = not (proxy or init)
     if plain and scope == "cta":
@@ -314,8 +342,8 @@ def _atomic_operation(m: Modifiers, name: str, kind: str) -> Callable[[Any, Any,
 def _atomic(build: Build, ins: ptx.Instruction) -> Step:
     m = Modifiers(ins)
     returns = ins.base == "atom"
-    space = m.take("global", "shared::cluster", "shared::cta", "shared") or "generic"
-    space = "shared" if space.startswith("shared") else space
+    spelled = m.take("global", "shared::cluster", "shared::cta", "shared") or "generic"
+    space = "shared" if spelled.startswith("shared") else spelled
     manner = Manner.of(m.take(*_ORDER) or "relaxed", m.take(*_SCOPE))
     name = m.take("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
     kind = m.type()
@@ -329,7 +357,7 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
     if space != "shared":
         build.global_granule = min(build.global_granule, width)
     d = build.destination(operands.pop(0), kind, ins) if returns else None
-    address = address_of(build, ins, operands[0], space)
+    address = address_of(build, ins, operands[0], spelled)
     b = build.source(operands[1], kind, ins)
     c = build.source(operands[2], kind, ins) if name == "cas" else b
     dtype = NUMPY[kind]
@@ -359,7 +387,7 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
         races = machine.global_races
         for i in range(f.n):
             place, lane = places[i : i + 1], f.lanes[i : i + 1]
-            try:
+            with faults_of(f.take(np.array([i]), [], f.pc)):
                 if races:
                     races.observe(lane, place, manner)
                     races.publish(lane, place, manner)
@@ -367,9 +395,6 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
                 old[i] = now.view(raw)
                 new = np.array([operation(now, first[i], second[i])], dtype).view(raw)
                 machine.memory.store(place, width, [new], races, lane, manner)
-            except AccessFault as fault:
-                fault.index = i
-                raise
         return old
 
     def run(f: Fragment) -> None:
@@ -382,7 +407,9 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
             old = np.empty(f.n, raw)
             for inner, index, mine in parts:
                 assert index is not None
-                old[index] = apply(f.take(index, [WAITED], f.pc), inner, mine, first[index], second[index])
+                part = f.take(index, [WAITED], f.pc)
+                with faults_of(part):
+                    old[index] = apply(part, inner, mine, first[index], second[index])
         if d is not None:
             f.regs[d] = old
 

@@ -181,16 +181,32 @@ def _griddepcontrol(build: Build, ins: ptx.Instruction) -> Step:
     return run
 
 
-@opcode("nanosleep", "discard", "applypriority", "setmaxnreg", "pmevent")
-def _hint(build: Build, ins: ptx.Instruction) -> Step:
-    for operand in ins.operands:
-        if isinstance(operand, ptx.Register):
-            build.source(operand, f"b{operand.bits}", ins)
+@opcode("nanosleep")
+def _nanosleep(build: Build, ins: ptx.Instruction) -> Step:
+    build.source(ins.operands[0], Modifiers(ins).only_type(1, ("u32",)), ins)
+    return nothing
+
+
+@opcode("setmaxnreg")
+def _setmaxnreg(build: Build, ins: ptx.Instruction) -> Step:
+    m = Modifiers(ins)
+    if not (m.take("inc", "dec") and m.take("sync") and m.take("aligned")):
+        raise m.unsupported()
+    m.only_type(1, ("u32",))
+    build.number(ins.operands[0], ins)
     return nothing
 
 
 @opcode("createpolicy")
 def _createpolicy(build: Build, ins: ptx.Instruction) -> Step:
+    m = Modifiers(ins)
+    kind = m.take("fractional", "range", "cvt")
+    for where in ("L2::evict_last", "L2::evict_first", "L2::evict_normal", "L2::evict_unchanged", "L2"):
+        m.take(where)
+    m.take("global")
+    if not kind or m.type() != "b64":
+        raise m.unsupported()
+    m.finish()
     d = build.destination(ins.operands[0], "b64", ins)
 
     def run(f: Fragment) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ptx_emulator import parser as ptx
-from ptx_emulator.fragment import Fragment
+from ptx_emulator.fragment import Fragment, faults_of
 from ptx_emulator.instructions.forms import Modifiers
 from ptx_emulator.instructions.memory import address_of
 from ptx_emulator.instructions.warp import warp_barrier
@@ -62,15 +62,14 @@ def _bar(build: Build, ins: ptx.Instruction) -> Collective:
             groups = [(ready.take(np.flatnonzero(key == k), live, ready.pc), int(k) >> 32, int(k) & 0xFFFFFFFF) for k in np.unique(key)]
         passing = []
         for part, which, expected in groups:
-            if which >= 16:
-                raise AccessFault("barrier mismatch", 0, f"barrier {which}; there are 16")
-            if expected % 32:
-                raise AccessFault("barrier mismatch", 0, f"thread count {expected} is no multiple of the warp size")
+            with faults_of(part):
+                if which >= 16:
+                    raise AccessFault("barrier mismatch", 0, f"barrier {which}; there are 16")
+                if expected % 32 or (count is not None and not expected):
+                    raise AccessFault("barrier mismatch", 0, f"thread count {expected} is no multiple of the warp size above 0")
+                machine.barriers.arrive(part, which, expected, wait=action != "arrive", note=note)
             if action == "arrive":
-                machine.barriers.arrive(part, which, expected, wait=False)
                 passing.append(part)
-            else:
-                machine.barriers.arrive(part, which, expected, wait=True, note=note)
         return passing
 
     return run
@@ -78,7 +77,7 @@ def _bar(build: Build, ins: ptx.Instruction) -> Collective:
 
 def _cluster(ins: ptx.Instruction, m: Modifiers) -> Collective:
     action = m.take("arrive", "wait")
-    order = m.take("release", "relaxed", "acquire")
+    order = m.take(*(("release", "relaxed") if action == "arrive" else ("acquire",)))
     aligned = bool(m.take("aligned"))
     m.finish(0)
     if action == "arrive":
@@ -89,7 +88,8 @@ def _cluster(ins: ptx.Instruction, m: Modifiers) -> Collective:
                 f.machine.park(rest)
             if ready is None:
                 return []
-            ready.machine.clusters.arrive(ready, order != "relaxed")
+            with faults_of(ready):
+                ready.machine.clusters.arrive(ready, order != "relaxed")
             return [ready]
 
         return arrive
@@ -126,9 +126,11 @@ def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
     order = m.take("acquire", "release", "relaxed")
     m.take("cta", "cluster")
     space = m.take("shared::cluster", "shared::cta", "shared")
-    m.type()
-    m.finish()
-    if no_complete or action in ("arrive_drop", "pending_count", ""):
+    if m.type() != "b64":
+        raise m.unsupported("an mbarrier is a .b64")
+    counts = {"init": (2,), "inval": (1,), "arrive": (1, 2, 3), "arrive.expect_tx": (2, 3), "expect_tx": (2,), "complete_tx": (2,)}
+    m.finish(counts.get(action, (3, 4)))
+    if no_complete or action in ("arrive_drop", "pending_count", "") or (order and action in ("init", "inval")):
         raise m.unsupported()
     operands = list(ins.operands)
     if action in ("test_wait", "try_wait"):
@@ -137,7 +139,7 @@ def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
     if action.startswith("arrive") and not isinstance(operands[0], ptx.Address):
         target = operands.pop(0)
         d = None if isinstance(target, ptx.Symbol) else build.destination(target, "b64", ins)
-    where = address_of(build, ins, operands[0], "shared" if space else "generic")
+    where = address_of(build, ins, operands[0], space or "generic")
     amount = build.source(operands[1], "u32", ins) if len(operands) > 1 else None
     if action in ("init", "expect_tx", "complete_tx", "arrive.expect_tx") and amount is None:
         raise m.unsupported()
@@ -181,7 +183,7 @@ def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
 
 def _wait(build: Build, ins: ptx.Instruction, operands: list[ptx.Operand], space: str, parity: bool, acquire: bool) -> Collective:
     p = build.destination(operands[0], "pred", ins)
-    where = address_of(build, ins, operands[1], "shared" if space else "generic")
+    where = address_of(build, ins, operands[1], space or "generic")
     wanted = build.source(operands[2], "u32" if parity else "b64", ins)
     if len(operands) > 3:
         build.source(operands[3], "u32", ins)  # time limit

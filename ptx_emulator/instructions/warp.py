@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ptx_emulator import parser as ptx
-from ptx_emulator.fragment import Fragment
+from ptx_emulator.fragment import Fragment, faults_of
 from ptx_emulator.instructions.forms import Modifiers
 from ptx_emulator.memory import AccessFault
 from ptx_emulator.numerics import canonical
@@ -53,7 +53,8 @@ def lane_positions(f: Fragment, lane: np.ndarray, masks: np.ndarray, wanted: np.
     bad = ~inside if wanted is None else ~inside & wanted
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
-        raise AccessFault("inactive lane", i, f"reads from lane {int(lane[i])}, which does not take part")
+        with faults_of(f):
+            raise AccessFault("inactive lane", i, f"reads from lane {int(lane[i])}, which does not take part")
     return position
 
 
