@@ -8,6 +8,7 @@ import cutlass
 from cutlass import Int32
 
 from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.device import WARP
 from cute_kernels.device.pooling import COLUMN_THREADS
 from cute_kernels.device.window_ring import WindowRing
 from cute_kernels.kv_format import HEAD_DIM
@@ -65,7 +66,7 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        return self.pooling + 32 + 32 * self.savers
+        return self.pooling + WARP * (1 + self.savers)
 
     @property
     def ring(self) -> WindowRing:

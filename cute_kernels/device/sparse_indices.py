@@ -9,9 +9,10 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint64
-from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device.compaction import WARP, fill, store_as_they_stand, store_by_warp, store_by_warps
+from cute_kernels.device import WARP
+from cute_kernels.device.compaction import fill, store_as_they_stand, store_by_warp, store_by_warps
+from cute_kernels.device.fakes import fake_table, fake_vector
 from cute_kernels.device.memory import extent, in_range
 from cute_kernels.device.pdl import begin, end, fetch_parameters
 from cute_kernels.device.slots import (
@@ -346,30 +347,13 @@ class SparseIndices:
 def fake_inputs(vector: int) -> dict[str, object]:
     """Fake arguments common to both families, by argument name; the symbols say which extents must agree."""
     requests = cute.sym_int()
-
-    def vector_of(dtype: type[cutlass.Numeric]) -> cute.Tensor:
-        return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=dtype.width // 8)
-
-    def block_table() -> cute.Tensor:
-        return make_fake_tensor(Int32, (requests, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
-
     fakes: dict[str, object] = {
-        "positions": vector_of(Int64),
-        "token_to_req": vector_of(Int32),
-        "window_block_table": block_table(),
-        "slots": vector_of(Int64),
+        "positions": fake_vector(cute.sym_int(), Int64),
+        "token_to_req": fake_vector(cute.sym_int()),
+        "window_block_table": fake_table(requests, cute.sym_int()),
+        "slots": fake_vector(cute.sym_int(), Int64),
         "ids": fake_table(cute.sym_int(), cute.sym_int(), vector),
-        "compressed_block_table": block_table(),
+        "compressed_block_table": fake_table(requests, cute.sym_int()),
     }
     numbers = ("window_pages", "window_page_rows", "window_span", "compressed_pages", "compressed_page_rows", "compressed_span", "ratio")
     return {**fakes, **dict.fromkeys((*numbers, "independent"), Int32(1))}
-
-
-def fake_table(rows: object, columns: object, vector: int) -> cute.Tensor:
-    """A fake int32 [rows, columns] whose rows all start aligned to `vector` entries."""
-    return make_fake_tensor(Int32, (rows, columns), (cute.sym_int64(divisibility=vector), 1), assumed_align=4 * vector)
-
-
-def fake_lengths(rows: object) -> cute.Tensor:
-    """A fake int32 [rows]."""
-    return make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from cute_kernels.device import convert, pooling
+from cute_kernels.device import WARP, convert, pooling
 from cute_kernels.device.pooling import COLUMN_THREADS, COLUMNS
 from cute_kernels.kv_format import HEAD_DIM
 
@@ -238,6 +238,6 @@ class RowCluster:
         if (tid // SUM_THREADS < own) & (tid % SUM_THREADS < (Int32(1) << share.shift)):
             place = slots.iterator + (share.rank * own + tid // SUM_THREADS)
             cute.arch.store_async_dsmem(place, convert.bits_of(squares), barrier, tid % SUM_THREADS)
-        if tid < cutlass.max(self.owners(share), Int32(32)):
+        if tid < cutlass.max(self.owners(share), Int32(WARP)):
             cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
         return pooling.total_of(slots)
