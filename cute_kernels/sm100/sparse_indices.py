@@ -6,7 +6,7 @@ import cutlass.cute as cute
 from cute_kernels.compile.spec import SparseIndicesSpec
 from cute_kernels.device.fakes import fake_table, fake_vector
 from cute_kernels.device.slots import Divisor, Pool
-from cute_kernels.device.sparse_indices import Inputs, Outputs, SparseIndices, fake_inputs
+from cute_kernels.device.sparse_indices import Inputs, Outputs, SparseIndices, Work, fake_inputs
 from cute_kernels.kv_format import WINDOW
 
 
@@ -36,7 +36,7 @@ class CombinedTable:
         window = Pool.of(given["window_pages"], given["window_page_rows"], given["window_span"], block_table)
         inputs = Inputs.of(given)
         outputs = Outputs(window_part, None, compressed_part, given["lengths"])
-        self.kernel.launch(inputs, outputs, window, compressed, ratio, given["independent"], given["stream"])
+        self.kernel.launch(Work(inputs, outputs, window, compressed, ratio), given["independent"], given["stream"])
 
 
 def trace(spec: SparseIndicesSpec):
