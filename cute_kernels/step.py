@@ -288,8 +288,8 @@ class StepMetadata(Held):
 
     # What layers share -------------------------------------------------------------------------------------------------
 
-    def once(self, key: Hashable, build: Callable[[], Value]) -> Value:
-        """The value of `key` in this step: built by the first layer that asks, handed to the others.
+    def once(self, key: Hashable, build: Callable[..., Value], *arguments: object) -> Value:
+        """The value of `key` in this step: built of `arguments` by the first layer that asks, handed to the others.
 
         A value built outside a CUDA graph is not handed to a capture, nor the other way round: the graph must hold the
         launches that build what it reads. Call `update` before each capture.
@@ -297,13 +297,13 @@ class StepMetadata(Held):
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         found = self._once.get(key)
         if found is None or found[0] != capturing:
-            found = self._once[key] = (capturing, build())
+            found = self._once[key] = (capturing, build(*arguments))
         return found[1]
 
-    def keep(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of `key` for the life of this object, made on first use: buffers that captured graphs go on using."""
+    def keep(self, key: Hashable, make: Callable[..., Value], *arguments: object) -> Value:
+        """The value of `key` for the life of this object, made of `arguments` on first use: buffers that captured graphs go on using."""
         if key not in self._kept:
-            self._kept[key] = make()
+            self._kept[key] = make(*arguments)
         return self._kept[key]
 
 
