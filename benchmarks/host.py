@@ -124,7 +124,7 @@ def cases() -> Iterator[Case]:
 def spelled(call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[], Any]:
     """`call` with arguments written out by name, as an engine's code has them: `functools.partial` would add half a microsecond."""
     text = f"lambda: call({', '.join(f'{name}={name}' for name in arguments)})"
-    return eval(text, {"call": call, **arguments})  # type: ignore[no-any-return]
+    return eval(text, {"call": call, **arguments})
 
 
 class Seen:
