@@ -97,9 +97,11 @@ class Groups:
         return agents, self.last[lanes]
 
     def commit(self, f: Fragment) -> None:
+        """Close the group that each thread has open."""
         self.committed[f.lanes] += 1
 
     def wait(self, f: Fragment, allowed: int) -> None:
+        """Threads have waited for all but the latest `allowed` of their groups."""
         over = np.maximum(self.committed[f.lanes] - allowed, self.over[f.lanes])
         news = np.minimum(over, self.last[f.lanes]) > self.over[f.lanes]
         if self.machine.races and news.any():
@@ -117,6 +119,7 @@ class CopyGroups(Groups):
         self.flying: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # lanes, places, bytes, groups
 
     def start(self, f: Fragment, place: np.ndarray, data: np.ndarray) -> None:
+        """Copies of `data` to `place`, one a thread, are on their way: their bytes count as unwritten until waited for."""
         agents, dates = self.add(f.lanes)
         if self.machine.races:
             self.machine.races.write(f, place, data.shape[1], by=agents, date=dates)
@@ -124,6 +127,7 @@ class CopyGroups(Groups):
         self.flying.append((f.lanes, place, data, dates))
 
     def wait(self, f: Fragment, allowed: int) -> None:
+        """As above; and what has been waited for lands."""
         super().wait(f, allowed)
         rest = []
         for lanes, place, data, group in self.flying:
@@ -135,6 +139,7 @@ class CopyGroups(Groups):
         self.flying = rest
 
     def wait_all(self, f: Fragment) -> None:
+        """Wait for every copy, those of the open group included."""
         self.commit(f)
         self.wait(f, 0)
 
@@ -189,7 +194,7 @@ def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
     raise m.unsupported()
 
 
-def _check_bulk(f: Fragment, i: int, *values: int) -> None:
+def _check_bulk(i: int, *values: int) -> None:
     if any(v % 16 for v in values):
         raise AccessFault("misaligned access", i, f"bulk copy of {values[-1]} bytes: addresses and size must be multiples of 16")
 
@@ -205,7 +210,7 @@ def _bulk_load(build: Build, ins: ptx.Instruction) -> Step:
         sizes = f.full(size)
         for i in range(f.n):
             nbytes, one = int(sizes[i]), f.take(np.array([i]), [], f.pc)
-            _check_bulk(f, i, int(targets[i]), int(sources[i]), nbytes)
+            _check_bulk(i, int(targets[i]), int(sources[i]), nbytes)
             if nbytes == 0:
                 continue
             try:
@@ -258,7 +263,7 @@ def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
         sizes = f.full(size)
         for i in range(f.n):
             nbytes, one = int(sizes[i]), f.take(np.array([i]), [], f.pc)
-            _check_bulk(f, i, int(targets[i]), int(sources[i]), nbytes)
+            _check_bulk(i, int(targets[i]), int(sources[i]), nbytes)
             if nbytes == 0:
                 continue
             place = machine.shared.place(one, sources[i : i + 1], 16)[0]
