@@ -35,6 +35,8 @@ class LayerSpec:
     apply_q_norm     False: q comes normalised
     save             which state rows are kept
     head_dim, window, vision_spans   512, 128 and False; anything else is refused by name
+
+    Raises `InvalidArgument`, `UnsupportedRequest`.
     """
 
     ratio: int
@@ -79,7 +81,7 @@ class LayerSpec:
         return {1: (IdSource.NONE,), 4: (IdSource.LOCAL, IdSource.ALL_GROUPS), 128: (IdSource.ALL_GROUPS,)}[self.ratio]
 
     def kv_format(self, target: Target | None) -> KVFormat:
-        """The row format of both caches; CPU layers without a target follow the SM100 family."""
+        """The row format of both caches; CPU layers without a target follow the SM100 family. `UnsupportedRequest` where it has none."""
         return resolve_format(self.kv_cache_dtype, "sm100" if target is None else target.family)
 
     def q_dtype(self, target: Target | None) -> torch.dtype:
@@ -138,7 +140,14 @@ class StepTables(Held):
         state_block_rows: int = 0,
         width: int | None = None,
     ) -> StepTables:
-        """The tables of a step whose slots follow from its block tables (`slot_mapping`)."""
+        """The tables of a step whose slots follow from its block tables (`slot_mapping`).
+
+        window_block_table, compressed_block_table, state_block_table, width   as the class has them
+        window_page_rows, compressed_page_rows, state_block_rows   rows of a page of each pool
+        ratio   of the layers: 1 needs the window's alone
+
+        Raises `InvalidArgument`.
+        """
         validate.layer_ratio(ratio)
         validate.integer("window_page_rows", window_page_rows, 1)
         slots = slot_mapping(step, window_block_table, window_page_rows, name="window_block_table")
@@ -185,6 +194,8 @@ class SparseMLA(Held):
         sinks        [num_heads] fp32 attention sinks
         target       Target or name; default: the tensors' device
         insert_backend, decode_backend   backend of `qkv_insert` and of `decode`
+
+        Raises `InvalidArgument`, `UnsupportedRequest`.
         """
         self.spec, self.insert_backend, self.decode_backend = spec, insert_backend, decode_backend
         self.target = dispatch.resolve_target(validate.tensor("swa_cache", swa_cache).device, target)
@@ -284,7 +295,8 @@ class SparseMLA(Held):
         workspace, counters   as for `decode`
 
         Returns [T, num_heads, 512] bf16, a view. `torch.compile` sees one operator (`layer_op`), which runs this when the graph
-        runs; step and tables must live until then.
+        runs; step and tables must live until then. Source of the mathematics: docs/spec.md. Raises `InvalidArgument`, `UnsupportedRequest`,
+        `MissingKernel`.
         """
         if torch.compiler.is_compiling():
             return layer_op.call(self, step, tables, q, kv, kv_score, ids, out, workspace, counters)
