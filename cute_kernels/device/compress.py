@@ -138,6 +138,7 @@ class CompressKernel:
 
     @cute.jit
     def produce(self, mA: Arguments, shared: Shared, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
+        """One warp: find the windows that close among this block's rows, and have their rows copied into the ring."""
         plan, ring = self.plan, self.plan.ring
         own = plan.window >> share.shift  # rows of a window that this block pools
         span = cutlass.const_expr(min(WARP, plan.window))  # lanes of a window
@@ -246,6 +247,7 @@ class CompressKernel:
 
     @cute.jit
     def consume(self, mA: Arguments, shared: Shared, share: splitters.Share, tid: Int32):
+        """Pooling threads: take stages from the ring, pool them, and finish each window."""
         plan, ring = self.plan, self.plan.ring
         stages = cutlass.const_expr(plan.window // ring.rows // self.splitter.chunks)  # of a chunk
         chunks = self.splitter.chunks >> share.shift  # of a window that this block pools

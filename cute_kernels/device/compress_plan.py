@@ -57,6 +57,7 @@ class Plan:
 
     @property
     def window(self) -> int:
+        """Rows of a window."""
         return self.ratio + overlap(self.ratio)
 
     @property
@@ -66,10 +67,12 @@ class Plan:
 
     @property
     def threads(self) -> int:
+        """Threads of a block: those that pool, the warp that has rows copied, those that save."""
         return self.pooling + WARP * (1 + self.savers)
 
     @property
     def ring(self) -> WindowRing:
+        """The ring of stages between them."""
         return WindowRing(self.groups * self.batch, self.slots, self.pooling, whole=self.ratio != 4, goals=self.on_the_way)
 
     def half(self, row):

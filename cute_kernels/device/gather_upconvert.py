@@ -66,6 +66,7 @@ class PackedRow:
 
     @cute.jit
     def load_scale(self, mA: Any, page: Int64, offset: Int32, part: Int32) -> Float32:
+        """As for `InlineRow`: 2^(e - 127) of byte e."""
         footer = page + Int64(mA.cache.shape[1]) * PACKED_DATA_BYTES + Int64(offset) * PACKED_FOOTER_BYTES
         return convert.float_of((Int32(memory.at(footer + Int64(part), Uint8, 1)[0]) & 0xFF) << 23)  # the conversion extends the sign
 

@@ -48,6 +48,7 @@ class WindowRing:
     goals: bool
 
     def allocate(self, array) -> Storage:
+        """Shared memory, made by `array(dtype, *shape)`."""
         return Storage(
             rows=array(Float32, HEAD_DIM, 2, self.rows, self.slots),
             rotation=array(Float32, ROPE_DIM, self.slots),
