@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ORDER, BRIDGED, INIT = range(3)
 STARTED = 1  # a date that says no more than: the warp runs
+_BEFORE = "griddepcontrol.wait"  # name of a column
 _LANES = np.arange(32)
 _BITS = (np.uint32(1) << _LANES.astype(np.uint32)).astype(np.uint32)
 
@@ -244,6 +245,20 @@ class Clocks:
         self._rejoin(warps)
         n = known.shape[-1]
         self.seen[warps, :, :n] = np.maximum(self.seen[warps, :, :n], known)
+
+    # ---- the kernels before this one
+
+    def wait_for_kernels(self, lanes: np.ndarray) -> None:
+        """`griddepcontrol.wait` by these lanes: an event that whoever learns of it is ordered behind."""
+        column = self.column(_BEFORE)
+        known = np.zeros((self.kinds, column + 1), np.int32)
+        known[ORDER, column] = 1
+        self.learn(lanes, known)
+
+    def after_kernels(self, lanes: np.ndarray) -> np.ndarray:
+        """Whether each of these lanes knows that some thread has waited for the kernels before this one."""
+        column = self.column(_BEFORE)
+        return self.seen[self.row[lanes], ORDER, column] > 0
 
     # ---- questions
 

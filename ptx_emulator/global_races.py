@@ -1,9 +1,9 @@
 """Conflicts in global memory within one launch.
 
-Every place that the kernel may write remembers who wrote it last, and which block read it before anybody wrote. Threads of a block are
-ordered by its barriers (`clocks`); blocks are not ordered at all, unless the kernel makes them communicate by atomics or strong stores,
-which this does not follow: then only the threads of a block are judged. Strong loads alone order nobody. Writing the value that is there
-already is no conflict.
+Every place that the kernel may write remembers who wrote it last, who read it last, which cluster read it, and whether somebody did so
+by a load that is not coherent (`.nc`). Threads of a cluster are ordered by its barriers (`clocks`), those of different ones only by what
+they release and acquire in global memory (`communication`). Two strong accesses, or writing the value that is there already, are no
+conflict.
 """
 
 from __future__ import annotations
@@ -13,18 +13,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptx_emulator.clocks import ORDER
+from ptx_emulator.communication import Communication
 from ptx_emulator.memory import AccessFault
 
 if TYPE_CHECKING:
+    from ptx_emulator.clocks import Clocks
     from ptx_emulator.machine import Machine
-    from ptx_emulator.memory import Buffer
+    from ptx_emulator.memory import Buffer, Manner
 
 _MANY = -1
+_STRONG = 1 << 31
 _PAGE = 12  # bits of a number within a page of places
 
 
 class _Record:
-    """Of one buffer, by places of some bytes: (thread + 1) << 32 | date of the last write; block + 1 of readers, or _MANY.
+    """Of one buffer, by places of some bytes.
+
+    writes   of the last write, (thread + 1) << 32 | _STRONG if it was | date
+    reads    the same of the last read: of several readers of a place, one
+    readers  cluster + 1 of the weak ones, or _MANY
+    fixed    somebody read it as memory that does not change during the launch
 
     Places are kept by pages, as a buffer's rows may lie gigabytes apart.
     """
@@ -33,7 +41,9 @@ class _Record:
         self.page = np.zeros((places >> _PAGE) + 1, np.int32)
         self.pages = 1  # page 0 belongs to nobody
         self.writes = np.zeros(1 << _PAGE, np.int64)
-        self.readers: np.ndarray | None = None
+        self.reads = np.zeros(0, np.int64)
+        self.readers = np.zeros(0, np.int32)
+        self.fixed = np.zeros(0, bool)
 
     def index(self, place: np.ndarray) -> np.ndarray:
         """Where the notes on these places are."""
@@ -46,9 +56,19 @@ class _Record:
             page = self.page[high]
             if self.pages << _PAGE > self.writes.size:
                 self.writes = _longer(self.writes, self.pages << _PAGE)
-        if self.readers is not None and self.readers.size < self.writes.size:
-            self.readers = _longer(self.readers, self.writes.size)
+        for name in ("reads", "readers", "fixed"):
+            notes = getattr(self, name)
+            if 0 < notes.size < self.writes.size:
+                setattr(self, name, _longer(notes, self.writes.size))
         return (page.astype(np.int64) << _PAGE) | (place & ((1 << _PAGE) - 1))
+
+    def noting(self, name: str) -> np.ndarray:
+        """`reads`, `readers` or `fixed`, which exist from the first note on."""
+        notes: np.ndarray = getattr(self, name)
+        if not notes.size:
+            notes = np.zeros(self.writes.size, notes.dtype)
+            setattr(self, name, notes)
+        return notes
 
 
 def _longer(array: np.ndarray, size: int) -> np.ndarray:
@@ -60,8 +80,9 @@ def _longer(array: np.ndarray, size: int) -> np.ndarray:
 class GlobalRaces:
     """Of one launch. Threads are numbered through all chunks; `base` is the first one of the chunk under way."""
 
-    def __init__(self, granule: int, communicates: bool) -> None:
-        self.granule, self.communicates = granule, communicates
+    def __init__(self, granule: int) -> None:
+        self.granule = granule
+        self.communication = Communication()
         self.records: dict[int, _Record] = {}
         self.machine: Machine | None = None
         self.base = 0
@@ -71,6 +92,7 @@ class GlobalRaces:
         if self.machine is not None:
             self.base += self.machine.alive.size
         self.machine = machine
+        self.communication.pending.clear()
 
     def _record(self, buffer: Buffer) -> _Record:
         found = self.records.get(id(buffer))
@@ -92,82 +114,115 @@ class GlobalRaces:
             return "another block"
         return f"thread {m.thread(lane)} of block {m.coordinates(lane // m.block_lanes)}"
 
-    def _unordered(self, lanes: np.ndarray, written: np.ndarray) -> np.ndarray:
-        """Whether writes by other threads are not ordered before what these lanes do."""
-        m = self.machine
-        assert m is not None
-        assert m.races is not None
-        other = (written >> 32) - 1 - self.base
-        foreign = (written != 0) & (other != lanes)
-        if not foreign.any():
-            return foreign
-        same_block = other // m.block_lanes == lanes // m.block_lanes
-        bad = foreign & ~same_block & (not self.communicates)
-        index = np.flatnonzero(foreign & same_block)
-        if index.size:
-            clocks = m.races.clocks
-            thread, date = (other[index] % m.races.threads).astype(np.int32), (written[index] & 0xFFFFFFFF).astype(np.int32)
-            bad[index] = clocks.unknown(clocks.row[lanes[index]], ORDER, thread, date)
+    def _clocks(self) -> Clocks:
+        assert self.machine is not None
+        assert self.machine.races is not None
+        return self.machine.races.clocks
+
+    def _cluster(self, thread: np.ndarray) -> np.ndarray:
+        """Of threads numbered through all chunks."""
+        return thread // (self._clocks().width * 32)
+
+    def _unordered(self, lanes: np.ndarray, noted: np.ndarray, strong: bool) -> np.ndarray:
+        """Whether accesses of other threads (`_Record.writes`) are not ordered before what these lanes do."""
+        mine, other = lanes + self.base, (noted >> 32) - 1
+        bad = (noted != 0) & (other != mine)
+        if strong:
+            bad &= noted & _STRONG == 0
+        index = np.flatnonzero(bad)
+        if not index.size:
+            return bad
+        clocks, cluster = self._clocks(), self._cluster(other[index])
+        rows, date = clocks.row[lanes[index]], (noted[index] & (_STRONG - 1)).astype(np.int32)
+        thread = (other[index] % (clocks.width * 32)).astype(np.int32)
+        near = cluster == self._cluster(mine[index])
+        late = np.empty(index.size, bool)
+        late[near] = clocks.unknown(rows[near], ORDER, thread[near], date[near])
+        late[~near] = self.communication.unknown(clocks, rows[~near], cluster[~near], thread[~near], date[~near])
+        bad[index] = late
         return bad
 
-    def read(self, buffer: Buffer, lanes: np.ndarray, place: np.ndarray, width: int, count: int) -> None:
+    def _dated(self, lanes: np.ndarray, strong: bool) -> np.ndarray:
+        """What is noted of accesses that these lanes make now."""
+        dates = self._clocks().clock[lanes // 32]
+        return (lanes + (self.base + 1)).astype(np.int64) << 32 | (_STRONG if strong else 0) | dates
+
+    def read(self, buffer: Buffer, lanes: np.ndarray, place: np.ndarray, width: int, count: int, manner: Manner) -> None:
         """Check and note loads of `count` elements of `width` bytes at `place`, in elements."""
         record = self._record(buffer)
-        m = self.machine
-        assert m is not None
         if place.size < lanes.size:
             place = np.broadcast_to(place, lanes.shape)
+        now = self._dated(lanes, manner.strong)
         for cell in self._cells(record, place, width, count):
             written = record.writes[cell]
             if written.any():
-                bad = self._unordered(lanes, written)
+                bad = self._unordered(lanes, written, manner.strong) if manner.coherent else written != 0
                 if bad.any():
                     i = int(np.flatnonzero(bad)[0])
                     who = self._who(int(written[i] >> 32) - 1)
-                    raise AccessFault("global-memory race", i, f"reads what {who} writes in this launch, without order", buffer.name)
-            if not self.communicates:
-                if record.readers is None:
-                    record.readers = np.zeros(record.writes.size, np.int32)
-                mine = ((lanes + self.base) // m.block_lanes + 1).astype(np.int32)
-                old = record.readers[cell]
+                    how = "reads" if manner.coherent else "reads, by a load that is not coherent (.nc),"
+                    raise AccessFault("global-memory race", i, f"{how} what {who} writes in this launch, without order", buffer.name)
+            record.noting("reads")[cell] = now
+            if not manner.coherent:
+                record.noting("fixed")[cell] = True
+            if not manner.strong:
+                readers = record.noting("readers")
+                mine = (self._cluster(lanes + self.base) + 1).astype(np.int32)
+                old = readers[cell]
                 new = np.where((old == 0) | (old == mine), mine, np.int32(_MANY))
-                record.readers[cell] = new
-                lost = record.readers[cell] != new
+                readers[cell] = new
+                lost = readers[cell] != new
                 if lost.any():
-                    record.readers[cell[lost]] = _MANY
+                    readers[cell[lost]] = _MANY
 
-    def write(self, buffer: Buffer, lanes: np.ndarray, place: np.ndarray, width: int, values: list[np.ndarray]) -> np.ndarray | None:
+    def write(
+        self, buffer: Buffer, lanes: np.ndarray, place: np.ndarray, width: int, values: list[np.ndarray], manner: Manner
+    ) -> np.ndarray | None:
         """Check and note stores before they are carried out; which of them meet another of this very instruction (None: none does)."""
         record = self._record(buffer)
-        m = self.machine
-        assert m is not None
-        assert m.races is not None
-        mine = (lanes + (self.base + 1)).astype(np.int64) << 32 | m.races.clocks.clock[lanes // 32]
-        block = (lanes + self.base) // m.block_lanes + 1
+        mine, cluster = self._dated(lanes, manner.strong), self._cluster(lanes + self.base) + 1
         met: np.ndarray | None = None
+
+        def refuse(bad: np.ndarray, what: str, noted: np.ndarray | None = None) -> None:
+            if bad.any():
+                bad = bad & self._changes(buffer, place, width, values)
+            if bad.any():
+                i = int(np.flatnonzero(bad)[0])
+                who = "" if noted is None else self._who(int(noted[i] >> 32) - 1)
+                raise AccessFault("global-memory race", i, f"{what.format(who=who)}, without order", buffer.name)
+
         for cell in self._cells(record, place, width, len(values)):
             written = record.writes[cell]
             if written.any():
-                bad = self._unordered(lanes, written)
-                if bad.any():
-                    bad &= self._changes(buffer, place, width, values)
-                if bad.any():
-                    i = int(np.flatnonzero(bad)[0])
-                    who = self._who(int(written[i] >> 32) - 1)
-                    raise AccessFault("global-memory race", i, f"writes another value than {who}, without order", buffer.name)
-            if record.readers is not None and not self.communicates:
-                read = record.readers[cell]
-                bad = (read != 0) & (read != block)
-                if bad.any():
-                    bad &= self._changes(buffer, place, width, values)
-                if bad.any():
-                    i = int(np.flatnonzero(bad)[0])
-                    raise AccessFault("global-memory race", i, "writes what another block reads in this launch, without order", buffer.name)
+                refuse(self._unordered(lanes, written, manner.strong), "writes another value than {who}", written)
+            if record.readers.size and not self.communication.released:
+                readers = record.readers[cell]
+                refuse((readers != 0) & (readers != cluster), "writes what another block reads in this launch")
+            if record.reads.size:
+                read = record.reads[cell]
+                refuse(self._unordered(lanes, read, manner.strong), "writes what {who} has read", read)
+            if record.fixed.size:
+                refuse(record.fixed[cell], "writes what is read by loads that are not coherent (.nc)")
             record.writes[cell] = mine
             lost = record.writes[cell] != mine
-            if lost.any():
+            if lost.any() and not manner.strong:
                 met = lost if met is None else met | lost
         return met
+
+    # ---- strong accesses
+
+    def publish(self, lanes: np.ndarray, addresses: np.ndarray, manner: Manner) -> None:
+        """Before strong stores: what they pass on to those who acquire there."""
+        if manner.wide:
+            for lane, address in zip(lanes.tolist(), np.broadcast_to(addresses, lanes.shape).tolist(), strict=True):
+                cluster = int(self._cluster(np.int64(lane + self.base)))
+                self.communication.publish(self._clocks(), lane, cluster, address, release=manner.release)
+
+    def observe(self, lanes: np.ndarray, addresses: np.ndarray, manner: Manner) -> None:
+        """Before strong loads, which find what was stored last."""
+        if manner.wide:
+            for lane, address in zip(lanes.tolist(), np.broadcast_to(addresses, lanes.shape).tolist(), strict=True):
+                self.communication.observe(self._clocks(), lane, address, acquire=manner.acquire)
 
     def after(self, buffer: Buffer, place: np.ndarray, width: int, values: list[np.ndarray], met: np.ndarray) -> None:
         """After the stores: those that met others must have written the same."""

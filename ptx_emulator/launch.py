@@ -142,7 +142,7 @@ def run_ptx(
     clusters_at_once = max(min(lanes_at_once // launch.threads, _SHARED // size) // launch.cluster_size, 1)
     order = _cluster_order(launch)
     step = clusters_at_once * launch.cluster_size
-    global_races = GlobalRaces(program.build.global_granule, program.build.communicates) if check_races else None
+    global_races = GlobalRaces(program.build.global_granule) if check_races else None
     waited = np.zeros(0, bool)
     for start in range(0, order.shape[0], step):
         machine = Machine(program, launch, whole, order[start : start + step], counters, global_races)

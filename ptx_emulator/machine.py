@@ -26,7 +26,8 @@ from ptx_emulator.shared import LocalMemory, SharedMemory
 from ptx_emulator.specials import special_value
 
 _SPIN_LIMIT = 64  # polls in a row that change nothing before a wait counts as a deadlock
-_LOOP_LIMIT = 1_000_000  # basic blocks in a row without a barrier, an mbarrier or an exit before a loop counts as endless
+_LOOP_LIMIT = 250_000  # basic blocks in a row without a barrier, an mbarrier or an exit before a loop counts as endless
+_PATIENCE = 1000  # such blocks before all who can run take turns: one may spin until another has written
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class Machine:
         self.waited_blocks = np.zeros(self.block_count, bool)
         self.ready: dict[int, list[Fragment]] = {}
         self.heap: list[int] = []
+        self.turn = -1  # of those in `ready`, who ran last
         self.parked: dict[int, list[Fragment]] = {}
         self.polling: list[Fragment] = []
         self.asked = np.zeros(total, bool)  # the thread's last mbarrier wait was in vain
@@ -193,11 +195,18 @@ class Machine:
                 if self.polling or self.parked or self.barriers.waiting or self.clusters.waiting:
                     self._deadlock()
                 break
-            self._next(blocks)
+            self._next(blocks, fair=steps > _PATIENCE)
         self._finish()
 
-    def _next(self, blocks: list[Block]) -> None:
-        pc = heapq.heappop(self.heap)
+    def _next(self, blocks: list[Block], *, fair: bool = False) -> None:
+        """Run who is furthest behind, so that threads meet again; or, to be `fair`, who comes after the last one."""
+        if fair:
+            pc = min((pc for pc in self.heap if pc > self.turn), default=self.heap[0])
+            self.heap.remove(pc)
+            heapq.heapify(self.heap)
+            self.turn = pc
+        else:
+            pc = heapq.heappop(self.heap)
         parts = self.ready.pop(pc) + self.parked.pop(pc, [])
         f = parts[0] if len(parts) == 1 else merge(parts, blocks[pc].live_in)
         self._run_block(f, blocks[pc])

@@ -63,21 +63,37 @@ class MBarriers:
             self.machine.races.use(bar, lanes, index, copy=copy)
         return bar
 
-    def initialise(self, place: int, count: int, lane: int, index: int) -> None:
-        """mbarrier.init by a thread; `AccessFault` for a count out of range."""
+    def initialise(self, f: Fragment, index: int, place: int, count: int) -> None:
+        """mbarrier.init by the thread at position `index`; `AccessFault` for a count out of range, and where one is live at the place."""
         if not 1 <= count < 1 << 20:
             raise AccessFault("mbarrier", index, f"count {count} is not in 1 .. 2^20-1", "shared memory")
-        races = self.machine.races
-        made = int(races.clocks.clock[lane // 32]) if races else 0
+        if place in self.objects:
+            raise AccessFault("mbarrier", index, "initialises one that is live: mbarrier.inval comes first", "shared memory")
+        races, lane, made = self.machine.races, int(f.lanes[index]), 0
+        if races:
+            made = int(races.clocks.clock[lane // 32])
+            races.write(f.take(np.array([index]), [], f.pc), np.array([place]), 8)
+            races.occupy(place, live=True)
         users, copiers = np.zeros((2, self.machine.alive.size), bool)
         self.objects[place] = MBarrier(count, count, lane, made, users, copiers)
         self.machine.shared.written[place : place + 8] = 1
+
+    def invalidate(self, place: int) -> None:
+        """Ends the life of an mbarrier; what is at its place then is nothing that anybody wrote."""
+        del self.objects[place]
+        self.machine.shared.written[place : place + 8] = 0
+        if self.machine.races:
+            self.machine.races.occupy(place, live=False)
 
     def arrive(self, bar: MBarrier, lanes: np.ndarray, index: int, count: int, expect: int, *, release: bool) -> int:
         """Threads arrive, `count` times together, expecting `expect` more bytes; returns the phase they arrived in."""
         bar.bytes += expect
         phase = bar.phase
         if release:
+            owner = np.full(lanes.size, bar.maker // self.machine.block_lanes)
+            away = owner != lanes // self.machine.block_lanes
+            if self.machine.races and away.any():
+                self.machine.races.reach(owner[away], lanes[away])
             self.publish(bar, lanes)
         if count:
             if bar.pending < count:

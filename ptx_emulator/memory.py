@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,32 @@ if TYPE_CHECKING:
 _DTYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 FOREIGN = 1  # shadow bit: the kernel must not write this byte
 UNWRITTEN = 2  # shadow bit: nobody has written this byte yet
+
+
+class Manner(NamedTuple):
+    """How an access of global memory is made.
+
+    coherent          not by `ld.global.nc`
+    strong            an atomic, or a load or store that is not weak
+    wide              strong for threads of other clusters, too
+    acquire, release  and it orders other accesses
+    """
+
+    coherent: bool = True
+    strong: bool = False
+    wide: bool = False
+    acquire: bool = False
+    release: bool = False
+
+    @classmethod
+    def of(cls, order: str, scope: str) -> Manner:
+        """Of an access with this order and scope, which PTX takes for the GPU where none is given."""
+        strong = order not in ("", "weak")
+        wide = strong and scope in ("", "gpu", "sys")
+        return cls(True, strong, wide, order in ("acquire", "acq_rel"), order in ("release", "acq_rel"))
+
+
+WEAK = Manner()
 
 
 class AccessFault(Exception):
@@ -218,9 +244,15 @@ class Memory:
         return b.name, f"{address:#x}, {side} of {b.name!r} {b.description}, {b.span} bytes"
 
     def load(
-        self, address: np.ndarray, width: int, count: int, watch: GlobalRaces | None = None, lanes: np.ndarray | None = None
+        self,
+        address: np.ndarray,
+        width: int,
+        count: int,
+        watch: GlobalRaces | None = None,
+        lanes: np.ndarray | None = None,
+        manner: Manner = WEAK,
     ) -> list[np.ndarray]:
-        """`count` consecutive elements of `width` bytes per address; `watch` is told which of `lanes` reads what may be written."""
+        """`count` consecutive elements of `width` bytes per address; `watch` is told who of `lanes` reads what may be written, and how."""
         parts = self._resolve(address, width * count)
         shift = np.uint64(width.bit_length() - 1)
         results: list[np.ndarray] = []
@@ -232,7 +264,7 @@ class Memory:
             if watch is not None and buffer.writable:
                 assert lanes is not None
                 try:
-                    watch.read(buffer, lanes if index is None else lanes[index], place, width, count)
+                    watch.read(buffer, lanes if index is None else lanes[index], place, width, count, manner)
                 except AccessFault as fault:
                     raise self._located(fault, index, address, width) from None
             view = buffer.views[width]
@@ -271,6 +303,7 @@ class Memory:
         values: list[np.ndarray],
         watch: GlobalRaces | None = None,
         lanes: np.ndarray | None = None,
+        manner: Manner = WEAK,
     ) -> None:
         """Store one element of `width` bytes per entry of `values`, consecutive, at each address; `watch` is told which of `lanes` does."""
         shift = np.uint64(width.bit_length() - 1)
@@ -289,7 +322,7 @@ class Memory:
             try:
                 if watch is not None:
                     assert mine_lanes is not None
-                    met = watch.write(buffer, mine_lanes, place, width, mine_values)
+                    met = watch.write(buffer, mine_lanes, place, width, mine_values, manner)
                 view = buffer.views[width]
                 for k, value in enumerate(mine_values):
                     view[place + k] = value

@@ -106,7 +106,6 @@ class Build:
         self.shared_granule = 8  # narrowest access to shared memory, in bytes
         self.asynchronous = False  # there are mbarriers or bulk copies
         self.global_granule = 16  # smallest store to global memory, in bytes
-        self.communicates = False  # blocks may order each other: there are atomics or strong stores in global memory
         self._place([*module.variables, *kernel.variables])
 
     def _place(self, variables: list[ptx.Variable]) -> None:

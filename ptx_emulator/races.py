@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 U32 = np.uint32
 _ALL = U32(0xFFFFFFFF)
 _NOBODY = -2
+_NEVER = np.iinfo(np.int32).max  # a date that nobody knows of
 
 
 class RaceChecker:
@@ -49,6 +50,7 @@ class RaceChecker:
         self.remote = np.zeros((machine.block_count, self.width), np.int32)
         self.remote_lanes = np.zeros((machine.block_count, self.width), U32)
         self.remote_copies: dict[tuple[int, int], int] = {}
+        self.objects = -1  # who has written live mbarriers, as threads + column
 
     # ---- reports
 
@@ -56,7 +58,7 @@ class RaceChecker:
         """The fault of position `index`, which does `what` thread `other` without order, or without a fence (`kind` BRIDGED)."""
         m = self.machine
         if other >= self.threads:
-            who = "an asynchronous copy"
+            who = "the initialisation of a live mbarrier" if other == self.objects else "an asynchronous copy"
         else:
             first = place // m.shared.row // self.cluster * self.cluster
             who = f"thread {m.thread(other % m.block_lanes)} of block {m.coordinates(first + other // m.block_lanes)}"
@@ -198,6 +200,13 @@ class RaceChecker:
 
     # ---- mbarriers
 
+    def occupy(self, place: int, live: bool) -> None:
+        """An mbarrier starts or ends its life at `place`: meanwhile no ordinary access there is in order."""
+        if self.objects < 0:
+            self.objects = self.threads + self.clocks.column("live mbarriers")
+        cells = slice(place // self.granule, place // self.granule + max(8 // self.granule, 1))
+        self.writer[cells], self.write_date[cells] = (self.objects, _NEVER) if live else (-1, 0)
+
     def use(self, bar: MBarrier, lanes: np.ndarray, index: np.ndarray, *, copy: bool = False) -> None:
         """Threads use an mbarrier, or name it to a copy: they must know that it is initialised, and for a copy that this was fenced."""
         users = bar.copiers if copy else bar.users
@@ -245,9 +254,13 @@ class RaceChecker:
             for block, column, when in np.unique(np.stack([owner, by - self.threads, date], 1)[away], axis=0).tolist():
                 self.remote_copies[block, column] = max(when, self.remote_copies.get((block, column), 0))
             return
-        at = (owner[away], warp[away])
-        np.maximum.at(self.remote, at, self.clocks.clock[f.lanes[away] // 32])
-        np.bitwise_or.at(self.remote_lanes, at, U32(1) << (f.lanes[away] % 32).astype(U32))
+        self.reach(owner[away], f.lanes[away])
+
+    def reach(self, owner: np.ndarray, lanes: np.ndarray) -> None:
+        """Lanes use shared memory of other blocks, `owner`: these must not leave before they know of it."""
+        at = (owner, lanes % self.threads // 32)
+        np.maximum.at(self.remote, at, self.clocks.clock[lanes // 32])
+        np.bitwise_or.at(self.remote_lanes, at, U32(1) << (lanes % 32).astype(U32))
 
     def _started(self, owner: np.ndarray, away: np.ndarray, row: np.ndarray) -> None:
         """Who reaches for shared memory of another block must know that the block runs."""

@@ -11,7 +11,7 @@ from ptx_emulator import parser as ptx
 from ptx_emulator.faults import UnsupportedInstruction
 from ptx_emulator.fragment import Fragment
 from ptx_emulator.instructions.forms import Modifiers
-from ptx_emulator.memory import AccessFault
+from ptx_emulator.memory import WEAK, AccessFault, Manner
 from ptx_emulator.program import LOCAL_WINDOW, NUMPY, SHARED_WINDOW, STORAGE, WAITED, Build, Step, opcode
 
 U64 = np.uint64
@@ -59,9 +59,9 @@ class Access:
         self.space = m.take(*_SPACES).replace("param::entry", "param") or "generic"
         if self.space.startswith("shared"):
             self.space = "shared"
-        self.strong = m.take(*_ORDER) not in ("", "weak")
-        m.take(*_SCOPE)
-        m.take("nc")
+        self.manner = Manner.of(m.take(*_ORDER), m.take(*_SCOPE))
+        if m.take("nc"):
+            self.manner = self.manner._replace(coherent=False)
         m.take(*_CACHE)
         while m.take(*_L1):
             pass
@@ -103,22 +103,30 @@ def spaces(f: Fragment, address: np.ndarray) -> list[tuple[str, np.ndarray | Non
 
 
 def check_waited(f: Fragment) -> None:
-    """With programmatic dependent launch: no access to global memory before the wait, unless the launch is independent."""
-    if f.machine.launch.pdl and not f.machine.launch.independent:
-        waited = f.regs[WAITED]
-        if not waited.all():
-            i = int(np.flatnonzero(~waited)[0])
-            raise AccessFault("global access before griddepcontrol.wait", i, "memory of earlier kernels may not be ready")
+    """With programmatic dependent launch: no access to global memory before the wait, unless the launch is independent.
+
+    The wait of another thread will do, if a barrier or the like lies between (without the race checker only the thread's own).
+    """
+    launch, waited = f.machine.launch, f.regs[WAITED]
+    if not launch.pdl or launch.independent or waited.all():
+        return
+    if f.machine.races:
+        waited = waited | f.machine.races.clocks.after_kernels(f.lanes)
+    if not waited.all():
+        i = int(np.flatnonzero(~waited)[0])
+        raise AccessFault("global access before griddepcontrol.wait", i, "memory of earlier kernels may not be ready")
 
 
-def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int, line: int = 0) -> list[np.ndarray]:
+def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int, line: int = 0, manner: Manner = WEAK) -> list[np.ndarray]:
     """`count` elements per lane, as unsigned integers of `width` bytes; arrays of one where all lanes agree."""
     machine = f.machine
     if space == "global":
         check_waited(f)
         machine.counters.loaded += width * count * f.n
         machine.counters.access(line, f, address, width * count)
-        return machine.memory.load(address, width, count, machine.global_races, f.lanes)
+        if manner.strong and machine.global_races:
+            machine.global_races.observe(f.lanes, address, manner)
+        return machine.memory.load(address, width, count, machine.global_races, f.lanes, manner)
     if space == "shared":
         values, place = machine.shared.load(f, address, width, count)
         if machine.races:
@@ -138,17 +146,17 @@ def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int, l
         return [np.concatenate([raw[i + k * width : i + (k + 1) * width] for i in index]).view(dtype) for k in range(count)]
     parts = spaces(f, address)
     if len(parts) == 1:
-        return load(f, parts[0][0], parts[0][2], width, count, line)
+        return load(f, parts[0][0], parts[0][2], width, count, line, manner)
     results = [np.zeros(f.n, f"u{width}") for _ in range(count)]
     for inner, some, mine in parts:
         assert some is not None  # only a single part covers all positions
         part = f.take(some, [WAITED], f.pc)
-        for out, value in zip(results, load(part, inner, mine, width, count, line), strict=True):
+        for out, value in zip(results, load(part, inner, mine, width, count, line, manner), strict=True):
             out[some] = value
     return results
 
 
-def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list[np.ndarray], line: int = 0) -> None:
+def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list[np.ndarray], line: int = 0, manner: Manner = WEAK) -> None:
     """The counterpart of `load`."""
     machine = f.machine
     if space == "global":
@@ -157,7 +165,9 @@ def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list
         machine.counters.access(line, f, address, width * len(values))
         if address.shape[0] == 1 and f.n > 1:
             address = np.broadcast_to(address, (f.n,))
-        machine.memory.store(address, width, values, machine.global_races, f.lanes)
+        if manner.strong and machine.global_races:
+            machine.global_races.publish(f.lanes, address, manner)
+        machine.memory.store(address, width, values, machine.global_races, f.lanes, manner)
     elif space == "shared":
         if machine.races:
             machine.races.write(f, machine.shared.place(f, address, width * len(values))[0], width * len(values))
@@ -171,12 +181,12 @@ def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list
     elif space == "generic":
         parts = spaces(f, address)
         if len(parts) == 1:
-            store(f, parts[0][0], parts[0][2], width, values, line)
+            store(f, parts[0][0], parts[0][2], width, values, line, manner)
             return
         for inner, some, mine in parts:
             assert some is not None
             chosen = [v if v.shape[0] == 1 else v[some] for v in values]
-            store(f.take(some, [WAITED], f.pc), inner, mine, width, chosen, line)
+            store(f.take(some, [WAITED], f.pc), inner, mine, width, chosen, line, manner)
     else:
         raise AccessFault("write to read-only memory", 0, f"store to {space} memory", space)
 
@@ -188,13 +198,13 @@ def _ld(build: Build, ins: ptx.Instruction) -> Step:
     m.finish(3 if access.hint else 2)
     ds = [build.destination(o, access.kind, ins) for o in access.elements(ins.operands[0])]
     address = address_of(build, ins, ins.operands[1], access.space)
-    width, count, space = access.width, access.count, access.space
+    width, count, space, manner = access.width, access.count, access.space, access.manner
     dtype = NUMPY[access.kind]
     stores = [np.dtype(STORAGE[build.width(d)]) for d in ds]
     plain = all(s.itemsize == width for s in stores)
 
     def run(f: Fragment) -> None:
-        values = load(f, space, address(f), width, count, ins.line)
+        values = load(f, space, address(f), width, count, ins.line, manner)
         if plain:
             for d, value in zip(ds, values, strict=True):
                 f.regs[d] = value
@@ -218,15 +228,14 @@ def _st(build: Build, ins: ptx.Instruction) -> Step:
     access = Access(build, ins, m)
     if access.space in ("global", "generic"):
         build.global_granule = min(build.global_granule, access.width * access.count)
-        build.communicates |= access.strong
     m.finish(3 if access.hint else 2)
     address = address_of(build, ins, ins.operands[0], access.space)
     slots = [build.source(o, access.kind, ins) for o in access.elements(ins.operands[1])]
-    width, space = access.width, access.space
+    width, space, manner = access.width, access.space, access.manner
     dtype = np.dtype(f"u{width}")
 
     def run(f: Fragment) -> None:
-        store(f, space, address(f), width, [f.regs[s].astype(dtype, copy=False) for s in slots], ins.line)
+        store(f, space, address(f), width, [f.regs[s].astype(dtype, copy=False) for s in slots], ins.line, manner)
 
     return run
 
@@ -244,7 +253,8 @@ def _prefetch(build: Build, ins: ptx.Instruction) -> Step:
 @opcode("fence", "membar")
 def _fence(build: Build, ins: ptx.Instruction) -> Step:
     # Accesses are carried out in program order here, so a fence orders nothing that is not ordered already. What it orders
-    # between threads matters to the race checker alone: a fence makes a relaxed arrival at the cluster barrier a release.
+    # between threads matters to the race checkers alone: a fence makes a relaxed arrival at the cluster barrier, or a relaxed
+    # store after it, a release, and a relaxed load before it an acquire.
     m = Modifiers(ins)
     proxy, init = bool(m.take("proxy")), bool(m.take("mbarrier_init"))
     kind = m.take("async", "async::generic", "alias", "async.global", "async.shared::cta", "async.shared::cluster")
@@ -255,12 +265,19 @@ def _fence(build: Build, ins: ptx.Instruction) -> Step:
     m.finish(0)
     if proxy and (kind == "alias" or "global" in (place, kind.rpartition(".")[2])):
         return lambda f: None  # of no concern to shared memory
-    if not (proxy or init) and (order == "acquire" or scope == "cta"):
+    plain = not (proxy or init)
+    if plain and scope == "cta":
         return lambda f: None
+    releases, acquires = not plain or order != "acquire", plain and scope != "cluster" and order != "release"
 
     def run(f: Fragment) -> None:
-        if f.machine.races:
-            f.machine.races.clocks.fence(f.lanes, proxy=proxy, init=init)
+        if not f.machine.races:
+            return
+        clocks = f.machine.races.clocks
+        if acquires and f.machine.global_races:
+            f.machine.global_races.communication.fence(clocks, f.lanes)
+        if releases:
+            clocks.fence(f.lanes, proxy=proxy, init=init)
 
     return run
 
@@ -300,8 +317,7 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
     returns = ins.base == "atom"
     space = m.take("global", "shared::cluster", "shared::cta", "shared") or "generic"
     space = "shared" if space.startswith("shared") else space
-    m.take(*_ORDER)
-    m.take(*_SCOPE)
+    manner = Manner.of(m.take(*_ORDER) or "relaxed", m.take(*_SCOPE))
     name = m.take("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
     kind = m.type()
     count = 2 + (name == "cas") + returns
@@ -312,7 +328,7 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
     if space != "global":
         build.shared_granule = min(build.shared_granule, width)
     if space != "shared":
-        build.communicates = True
+        build.global_granule = min(build.global_granule, width)
     d = build.destination(operands.pop(0), kind, ins) if returns else None
     address = address_of(build, ins, operands[0], space)
     b = build.source(operands[1], kind, ins)
@@ -341,12 +357,17 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
         check_waited(f)
         machine.counters.loaded += width * f.n
         machine.counters.stored += width * f.n
+        races = machine.global_races
         for i in range(f.n):
+            place, lane = places[i : i + 1], f.lanes[i : i + 1]
             try:
-                now = machine.memory.load(places[i : i + 1], width, 1)[0].view(dtype)[0]
+                if races:
+                    races.observe(lane, place, manner)
+                    races.publish(lane, place, manner)
+                now = machine.memory.load(place, width, 1, races, lane, manner)[0].view(dtype)[0]
                 old[i] = now.view(raw)
                 new = np.array([operation(now, first[i], second[i])], dtype).view(raw)
-                machine.memory.store(places[i : i + 1], width, [new])
+                machine.memory.store(place, width, [new], races, lane, manner)
             except AccessFault as fault:
                 fault.index = i
                 raise

@@ -174,6 +174,8 @@ def _griddepcontrol(build: Build, ins: ptx.Instruction) -> Step:
 
     def run(f: Fragment) -> None:
         f.regs[WAITED] = np.array([True])
+        if f.machine.races:
+            f.machine.races.clocks.wait_for_kernels(f.lanes)
 
     build.writes.add(WAITED)
     return run

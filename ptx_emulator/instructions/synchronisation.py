@@ -155,13 +155,11 @@ def _mbarrier(build: Build, ins: ptx.Instruction) -> Collective:
             index = np.flatnonzero(places == place)
             if action == "init":
                 for i in index.tolist():
-                    if machine.races:
-                        machine.races.write(f.take(np.array([i]), [], f.pc), places[i : i + 1], 8)
-                    bars.initialise(place, int(amounts[i]), int(f.lanes[i]), i)
+                    bars.initialise(f, i, place, int(amounts[i]))
                 continue
             bar = bars.get(place, f.lanes[index], index)
             if action == "inval":
-                del bars.objects[place]
+                bars.invalidate(place)
             elif action == "expect_tx":
                 bar.bytes += int(amounts[index].sum())
             elif action == "complete_tx":

@@ -16,7 +16,7 @@ ALL = U32(0xFFFFFFFF)
 
 
 def assemble(f: Fragment, mask_slot: int) -> tuple[Fragment | None, np.ndarray]:
-    """The lanes whose whole member mask has arrived (others are parked), and the positions' member masks."""
+    """The lanes whose whole member mask has arrived, with that mask (others are parked), and the positions' member masks."""
     machine = f.machine
     mask = f.regs[mask_slot]
     if f.whole_warps and mask.shape[0] == 1 and mask[0] == ALL:
@@ -25,6 +25,11 @@ def assemble(f: Fragment, mask_slot: int) -> tuple[Fragment | None, np.ndarray]:
     warps, first, bits = machine.warps(f)
     lengths = np.diff(np.r_[first, f.n])
     here = np.repeat(bits, lengths)
+    if (masks != np.repeat(masks[first], lengths)).any():  # lanes meet those alone that name the same lanes
+        _, group = np.unique(f.lanes.astype(np.int64) // 32 << 32 | masks.astype(np.int64), return_inverse=True)
+        together = np.zeros(int(group.max()) + 1, U64)
+        np.bitwise_or.at(together, group, U64(1) << (f.lanes % 32).astype(U64))
+        here = together[group]
     outside = (masks >> (f.lanes % 32).astype(U32)) & U32(1) == 0
     if outside.any():
         i = int(np.flatnonzero(outside)[0])

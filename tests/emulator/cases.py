@@ -9,6 +9,7 @@ import torch
 
 from cute_kernels import ops
 from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.device.sparse_indices import FEW_ROWS
 from cute_kernels.indices import IdSource
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target, all_targets
@@ -36,7 +37,7 @@ def _kv_format(target: Target) -> str:
     return "bf16" if target.family == "sm100" else "fp8_ds_mla"
 
 
-def _compress(ratio: int, rows: list[Request] | None, **options: Any) -> Run:
+def _compress(ratio: int, rows: list[Request] | None, *, independent: bool = False, **options: Any) -> Run:
     """Steps of these rows; None: crowded ones."""
 
     def run(name: str, settings: Settings) -> str:
@@ -48,32 +49,32 @@ def _compress(ratio: int, rows: list[Request] | None, **options: Any) -> Run:
             case = make_compress_case(rows, ratio=ratio, kv_format=kv_format, **options)
         after = case.clone()
         with _device(target, settings):
-            ops.compress_store(*after.args(), **after.kwargs())
+            ops.compress_store(*after.args(), **after.kwargs(), independent=independent)
         found = check_compress(case, after)
         return f"{found.rows} rows stored, {found.saved} saved; largest error {found.max_error:.3g}, allowed {found.bound:.3g}"
 
     return run
 
 
-def _indices(source: IdSource, rows: list[Request], **options: Any) -> Run:
+def _indices(source: IdSource, rows: list[Request], *, independent: bool = False, **options: Any) -> Run:
     def run(name: str, settings: Settings) -> str:
         target = Target.named(name)
         case = make_index_case(rows, source=source, ratio=128 if source is IdSource.ALL_GROUPS else 4, **options)
         with _device(target, settings):
-            tables = ops.sparse_indices(*case.args(), **case.kwargs())
+            tables = ops.sparse_indices(*case.args(), **case.kwargs(), independent=independent)
         check_indices(case, tables)
         return f"{case.rows} rows, every lane and length exact"
 
     return run
 
 
-def _insert(rows: int, heads: int) -> Run:
+def _insert(rows: int, heads: int, *, independent: bool = False) -> Run:
     def run(name: str, settings: Settings) -> str:
         target = Target.named(name)
         case = make_insert_case(rows, heads=heads, padded_heads=max(heads, 8), kv_format=_kv_format(target))
         after = case.clone()
         with _device(target, settings):
-            q = ops.qkv_insert(*after.args(), **after.kwargs())
+            q = ops.qkv_insert(*after.args(), **after.kwargs(), independent=independent)
         check_insert(case, after, q)
         return f"{rows} rows of {heads} heads; KV rows exact, q within one step ({torch.isfinite(q.float()).all().item() and 'finite'})"
 
@@ -119,6 +120,7 @@ def _of_ratio(ratio: int) -> dict[str, Run]:
         "decode": _compress(ratio, decode),
         "speculative": _compress(ratio, [Request(k * ratio - 2, 4) for k in range(1, 13)], save=SavePolicy(rollback=3)),
         "padded": _compress(ratio, decode[:9], padding=23),
+        "independent": _compress(ratio, decode[:9], padding=3, independent=True),
     }
 
 
@@ -128,11 +130,13 @@ CASES: dict[str, dict[str, Run]] = {
     "sparse_indices": {
         "prefill": _indices(IdSource.LOCAL, mix(300, 4, ratio=4), k=512),
         "decode": _indices(IdSource.LOCAL, [Request(500 + 37 * k, 1) for k in range(32)], k=512, garbage=0.0),
+        "many-rows": _indices(IdSource.LOCAL, mix(FEW_ROWS + 8, 4, ratio=4), k=64),
         "window-only": _indices(IdSource.NONE, mix(64, 5, ratio=4)),
         "all-groups": _indices(IdSource.ALL_GROUPS, [Request(3000 + 100 * k, 1) for k in range(16)], width=64),
         "padded": _indices(IdSource.GLOBAL, mix(20, 5, ratio=4), k=512, padding=12, stale_blocks=True),
+        "independent": _indices(IdSource.LOCAL, mix(20, 4, ratio=4), k=40, padding=3, independent=True),
     },
-    "qkv_insert": {"decode": _insert(32, 8), "prefill": _insert(100, 16)},
+    "qkv_insert": {"decode": _insert(32, 8), "prefill": _insert(100, 16), "independent": _insert(7, 8, independent=True)},
     "gather_upconvert": {name: _gather(name, [40, 0, 133, 1]) for name in ("fp8_inline", "fp8_ds_mla", "fp8")},
     "convert_indices": {
         "compact": _convert(40, 520, compact=True, prefill=False),

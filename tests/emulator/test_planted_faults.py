@@ -122,6 +122,15 @@ def test_store_before_the_wait() -> None:
     assert y[0, 0] == 49
 
 
+def test_one_thread_may_wait_for_all() -> None:
+    """Behind a barrier its wait counts for the whole block, but not before."""
+    one = "mov.u32 %r3, %tid.x;\n    setp.ne.u32 %p5, %r3, 0;\n    @%p5 bra WAITED;\n    griddepcontrol.wait;\nWAITED:\n"
+    text = planted(REVERSE, "griddepcontrol.wait;", one + "    bar.sync 0;")
+    assert (run_reverse(text)[0] == run_reverse(REVERSE)[0]).all()
+    with pytest.raises(KernelFault, match=r"before griddepcontrol\.wait"):
+        run_reverse(planted(text, "WAITED:\n    bar.sync 0;", "WAITED:"))
+
+
 def test_blocks_that_leave_without_the_wait() -> None:
     text = planted(
         REVERSE, "griddepcontrol.wait;", "mov.u32 %r4, %ctaid.x;\n    setp.eq.u32 %p5, %r4, 1;\n    @%p5 exit;\n    griddepcontrol.wait;"

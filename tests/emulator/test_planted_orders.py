@@ -14,16 +14,22 @@ from tests.emulator.small_kernels import (
     ASYNC,
     BULK,
     BULK_STORE,
+    CHAIN,
     EXCHANGE,
     HANDOVER,
     LANES,
+    LAST,
+    OVERWRITE,
     RING,
     SEND,
+    SIGNAL,
     SWAP,
     entry,
     run_bulk_store,
+    run_chain,
     run_copy,
     run_handover,
+    run_last,
     run_ring,
     run_swap,
     run_vector,
@@ -31,6 +37,8 @@ from tests.emulator.small_kernels import (
 
 FENCE = "fence.proxy.async.shared::cta;"
 OVER = "    xor.b32 %r5, %r4, 4;\n    st.shared.b32 [%r5], %r1;"  # a neighbour's word
+WAIT_SIGNAL = "    mbarrier.try_wait.parity.acquire.cluster.shared.b64 %p2, [%r2], 0;\n    @!%p2 bra WAIT;\n"
+NC = ("ld.global.b32 %r5", "ld.global.nc.b32 %r5")
 READ = "    ld.shared.b32 %r10, [%r9];\n"
 HALVES = """setp.lt.u32 %p5, %r3, 16;
     @%p5 bra LOW;
@@ -109,6 +117,10 @@ def test_right_kernels_pass() -> None:
     empty_group = changed(BULK_STORE, ("OUT:", "    cp.async.bulk.commit_group;\nOUT:"))
     assert (run_bulk_store(empty_group) == np.arange(64)).all()
     assert (run_swap(SWAP) == np.arange(192) ^ 32).all()
+    assert (run_swap(OVERWRITE) == -1).all()
+    assert (run_cluster(SIGNAL)[:128] == np.arange(128)).all()
+    again = "mbarrier.inval.shared.b64 [%r2+256];\n    mbarrier.init.shared.b64 [%r2+256], 1;"
+    assert (run_ring(changed(RING, ("fence.mbarrier_init", f"{again}\n    fence.mbarrier_init"))) == swapped).all()
     assert (run_cluster(FENCED) == run_cluster(EXCHANGE)).all()
     assert (run_copy(ASYNC_BULK) == np.arange(7, 71)).all()
     twice = "    add.s64 %l4, %l2, 4;\n    cp.async.ca.shared.global [%r4], [%l4], 4;\n    cp.async.commit_group;\n    cp.async.wait_all;"
@@ -186,6 +198,41 @@ FAULTS = [
         changed(RING, ("bar.sync 0;", "")),
         "mbarrier",
         "thread (0, 0, 0) of block (0, 0, 0) initialised, without synchronisation",
+    ),
+    Case(
+        "ring: initialised twice",
+        run_ring,
+        changed(RING, ("fence.mbarrier_init", "mbarrier.init.shared.b64 [%r2+256], 1;\n    fence.mbarrier_init")),
+        "mbarrier",
+        "initialises one that is live",
+    ),
+    Case(
+        "ring: an mbarrier stored over",
+        run_ring,
+        changed(RING, ("fence.mbarrier_init", "st.shared.b32 [%r2+260], 0;\n    fence.mbarrier_init")),
+        "shared-memory race",
+        "overwrites what was written by the initialisation of a live mbarrier",
+    ),
+    Case(
+        "ring: an mbarrier read",
+        run_ring,
+        changed(RING, ("fence.mbarrier_init", "ld.shared.b32 %r3, [%r2+260];\n    fence.mbarrier_init")),
+        "shared-memory race",
+        "reads what was written by the initialisation of a live mbarrier",
+    ),
+    Case(
+        "ring: an mbarrier copied over",
+        run_ring,
+        changed(RING, ("READY:", "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r2+272], [%l2], 16, [%r2+256];\nREADY:")),
+        "shared-memory race",
+        "a copy overwrites what was written by the initialisation of a live mbarrier",
+    ),
+    Case(
+        "ring: used after its end",
+        run_ring,
+        changed(RING, ("fence.mbarrier_init", "mbarrier.inval.shared.b64 [%r2+256];\n    fence.mbarrier_init")),
+        "mbarrier",
+        "holds no initialised mbarrier",
     ),
     Case(
         "lanes: no barrier among the writers",
@@ -318,6 +365,20 @@ FAULTS = [
         "reads what was written by thread (0, 0, 0) of block (1, 0, 0)",
     ),
     Case(
+        "cluster: arrival at a block that may have left",
+        run_cluster,
+        changed(SIGNAL, (WAIT_SIGNAL, "")),
+        "remote shared memory",
+        "still uses its shared memory",
+    ),
+    Case(
+        "cluster: arrival at a block that may not have started",
+        run_cluster,
+        changed(SIGNAL, ("barrier.cluster.arrive.aligned;\n    barrier.cluster.wait.aligned;", "")),
+        "remote shared memory",
+        "block (0, 0, 0) may not have started",
+    ),
+    Case(
         "global: handed over by a weak flag",
         run_handover,
         changed(HANDOVER, ("st.release.gpu.global", "st.global"), ("ld.acquire.gpu.global", "ld.global")),
@@ -332,6 +393,27 @@ FAULTS = [
         "reads what thread (0, 0, 0) of block (0, 0, 0) writes",
     ),
     Case("global: no barrier in the block", run_swap, changed(SWAP, ("bar.sync 0;", "")), "global-memory race", "reads what thread"),
+    Case(
+        "global: written over before it is read",
+        run_swap,
+        changed(OVERWRITE, ("bar.sync 0;", "")),
+        "global-memory race",
+        "of block (0, 0, 0) has read",
+    ),
+    Case(
+        "global: read by .nc, then written",
+        run_swap,
+        changed(OVERWRITE, NC),
+        "global-memory race",
+        "writes what is read by loads that are not coherent",
+    ),
+    Case(
+        "global: written, then read by .nc",
+        run_swap,
+        changed(SWAP, NC),
+        "global-memory race",
+        "reads, by a load that is not coherent (.nc), what thread",
+    ),
     Case(
         "global: another block's word read",
         run_swap,
@@ -382,11 +464,127 @@ SET, POLL = "st.release.gpu.global.b32 [%l2+128], 1;", "ld.acquire.gpu.global.b3
 ADD, LOOK = "red.release.gpu.global.add.u32 [%l2+128], 1;", "atom.acquire.gpu.global.or.b32 %r4, [%l2+128], 0;"
 
 
+WIDE = "fence.acq_rel.gpu;"
+SET_LATE, POLL_EARLY = f"{WIDE}\nst.relaxed.gpu.global.b32 [%l2+128], 1;", "ld.relaxed.gpu.global.b32 %r4, [%l2+128];"
+COUNT = f"{WIDE}\natom.add.global.u32 %r5, [%l2], 1;\n{WIDE}"
+
+
 @pytest.mark.parametrize(
-    ("write", "read"), [(SET, POLL), (ADD, LOOK), (ADD.replace(".global", ""), POLL), (SET.replace(".global", ""), POLL)]
+    ("write", "read"),
+    [
+        (SET, POLL),
+        (ADD, LOOK),
+        (ADD.replace(".global", ""), POLL),
+        (SET.replace(".global", ""), POLL),
+        (SET_LATE, f"{POLL_EARLY}\n{WIDE}"),
+        (SET_LATE.replace("acq_rel", "release"), f"{POLL_EARLY}\nfence.acquire.gpu;"),
+        ("membar.gl;\nst.volatile.global.b32 [%l2+128], 1;", "ld.volatile.global.b32 %r4, [%l2+128];\nmembar.gl;"),
+    ],
 )
 def test_blocks_may_communicate(write: str, read: str) -> None:
     assert (run_handover(changed(HANDOVER, (SET, write), (POLL, read))) == np.arange(5, 37)).all()
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        (SET.replace("release", "relaxed"), POLL),
+        (SET, POLL_EARLY),
+        (SET_LATE, POLL_EARLY),
+        (SET_LATE.replace("acq_rel", "acquire"), POLL),
+        (SET_LATE.replace(".gpu;", ".cta;"), POLL),
+        (SET.replace("gpu", "cta"), POLL),
+        (SET, POLL.replace("gpu", "cta")),
+        (SET, f"{POLL_EARLY}\nfence.release.gpu;"),
+        (f"st.relaxed.gpu.global.b32 [%l2+128], 1;\n{WIDE}", POLL),
+        (SET, f"{WIDE}\n{POLL_EARLY}"),
+    ],
+)
+def test_blocks_communicate_by_release_and_acquire(write: str, read: str) -> None:
+    with pytest.raises(KernelFault, match="reads what thread"):
+        run_handover(changed(HANDOVER, (SET, write), (POLL, read)))
+
+
+def test_the_last_block_knows_of_all() -> None:
+    sums = np.r_[0, 3 * np.arange(64) + 192]
+    assert (run_last(LAST) == sums).all()
+    assert (run_last(changed(LAST, (COUNT, "atom.add.acq_rel.gpu.global.u32 %r5, [%l2], 1;"))) == sums).all()
+    assert (run_chain(CHAIN) == 100 + np.arange(5)).all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (COUNT, COUNT.replace(WIDE, "", 1)),  # what the others left is not released
+        (COUNT, COUNT.removesuffix(WIDE)),  # nor acquired
+        ("bar.sync 0;\nsetp.ne.u32 %p1", "setp.ne.u32 %p1"),  # what the other warp left is not behind the count
+        ("COUNTED:\nbar.sync 0;", "COUNTED:"),  # the other warp does not know of it
+        ("add.global", "add.cta.global"),
+    ],
+)
+def test_the_last_block_does_not_know_of_all(old: str, new: str) -> None:
+    with pytest.raises(KernelFault) as caught:
+        run_last(changed(LAST, (old, new)))
+    assert "race" in caught.value.check or caught.value.check == "uninitialised read", caught.value
+
+
+def test_a_chain_of_blocks_with_a_link_missing() -> None:
+    relaxed = changed(
+        CHAIN, ("WAIT:", f"WAIT:\nsetp.eq.u32 %p4, %r2, 2;\n@%p4 {POLL_EARLY}\n@%p4 bra SEEN;"), ("[%l2+124];", "[%l2+124];\nSEEN:")
+    )
+    relaxed = relaxed.replace("@%p4 ld.relaxed.gpu.global.b32 %r4, [%l2+128];", "@%p4 ld.relaxed.gpu.global.b32 %r3, [%l2+124];")
+    with pytest.raises(KernelFault, match=r"reads what thread \(0, 0, 0\) of block \(0, 0, 0\) writes"):
+        run_chain(relaxed)
+
+
+def test_a_cluster_barrier_orders_global_memory() -> None:
+    body = """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mad.lo.s32 %r3, %r2, 32, %r1;
+    mul.wide.u32 %l2, %r3, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r3;
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    xor.b32 %r4, %r3, 32;
+    mul.wide.u32 %l3, %r4, 4;
+    add.s64 %l3, %l1, %l3;
+    ld.global.b32 %r5, [%l3];
+    st.global.b32 [%l2+512], %r5;
+    """
+    text = entry(".param .u64 y", body)
+    assert (run_vector(text, threads=32, grid=4, cluster=2, count=256)[128:] == np.arange(128) ^ 32).all()
+    with pytest.raises(KernelFault, match="reads what thread"):
+        run_vector(changed(text, ("%r3, 32;\nmul.wide.u32 %l3", "%r3, 64;\nmul.wide.u32 %l3")), threads=32, grid=4, cluster=2, count=256)
+    with pytest.raises(KernelFault, match="reads what thread"):
+        run_vector(changed(text, ("cluster.arrive.aligned", "cluster.arrive.relaxed.aligned")), threads=32, grid=4, cluster=2, count=256)
+
+
+def test_lanes_meet_those_who_name_the_same_lanes() -> None:
+    """Half a warp among itself, then the whole: the second half waits until the first half names it, too."""
+    body = """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, FIRST;
+    setp.ge.u32 %p1, %r1, 16;
+    selp.b32 %r3, -1, %r2, %p1;
+AGAIN:
+    shfl.sync.bfly.b32 %r4, %r1, 16, 31, %r3;
+    setp.eq.u32 %p2, %r3, -1;
+    mov.u32 %r3, -1;
+    @!%p2 bra AGAIN;
+    mul.wide.u32 %l2, %r1, 4;
+    add.s64 %l2, %l1, %l2;
+    st.global.b32 [%l2], %r4;
+    """
+    text = entry(
+        ".param .u64 y", body.replace("bfly.b32 %r4, %r1, 16", "idx.b32 %r4, %r1, %r5").replace("AGAIN:", "xor.b32 %r5, %r1, 1;\nAGAIN:")
+    )
+    assert (run_vector(text.replace("FIRST", "0xffff"), threads=32, count=32) == np.arange(32) ^ 1).all()
+    with pytest.raises(KernelFault, match="divergent barrier"):
+        run_vector(text.replace("FIRST", "0x1ffff"), threads=32, count=32)
 
 
 def test_a_block_waits_for_the_copies_into_its_memory() -> None:
