@@ -19,11 +19,11 @@ import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +37,6 @@ from cute_kernels.target import Target
 
 CALLS, BATCHES, ROUNDS = 100, 10, 8
 TOKENS = 256
-COLUMNS = ("call", "bound", "compiled", "prepared", "nothing")
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,33 @@ class Case:
     family: str
     arguments: dict[str, Any]
     varying: tuple[str, ...]
+
+
+class Times(NamedTuple):
+    """µs of the columns of one line."""
+
+    call: float
+    bound: float
+    compiled: float
+    prepared: float
+    nothing: float
+
+
+class Line(NamedTuple):
+    """What was measured of a `Case`. given: arguments that the bound call is given on each call."""
+
+    operation: str
+    family: str
+    name: str
+    given: int
+    times: Times
+
+
+class Measured(NamedTuple):
+    """µs of the yardsticks by name, and the table."""
+
+    yardsticks: dict[str, float]
+    lines: list[Line]
 
 
 def microseconds(*calls: Callable[[], object]) -> list[float]:
@@ -98,7 +124,7 @@ def cases() -> Iterator[Case]:
 def spelled(call: Callable[..., Any], arguments: dict[str, Any]) -> Callable[[], Any]:
     """`call` with arguments written out by name, as an engine's code has them: `functools.partial` would add half a microsecond."""
     text = f"lambda: call({', '.join(f'{name}={name}' for name in arguments)})"
-    return eval(text, {"call": call, **arguments})  # type: ignore[no-any-return]
+    return eval(text, {"call": call, **arguments})
 
 
 class Seen:
@@ -139,7 +165,7 @@ def calls_of(case: Case) -> list[Callable[[], object]]:
         "prepared": functools.partial(kernel, *prepared),
         "nothing": functools.partial(tvm_ffi.get_global_func("testing.nop"), *arguments),
     }
-    return [calls[name] for name in COLUMNS]
+    return [calls[column] for column in Times._fields]
 
 
 def yardsticks() -> dict[str, Callable[[], object]]:
@@ -158,26 +184,20 @@ def yardsticks() -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(chosen: Iterable[Case]) -> tuple[dict[str, float], list[tuple[Case, dict[str, float]]]]:
-    """µs of the yardsticks by name, and of each case by column: the quietest of ROUNDS rounds."""
-    yards, found = yardsticks(), list(chosen)
-    lines = [list(yards.values()), *(calls_of(case) for case in found)]
+def measure(only: str = "") -> Measured:
+    """Times of the cases whose operation's name has `only` in it: the quietest of ROUNDS rounds."""
+    yards, chosen = yardsticks(), [case for case in cases() if only in case.operation]
+    lines = [list(yards.values()), *(calls_of(case) for case in chosen)]
     rounds = [[microseconds(*calls) for calls in lines] for _ in range(ROUNDS)]
-    best = [[min(figures) for figures in zip(*line, strict=True)] for line in zip(*rounds, strict=True)]
-    figures = [dict(zip(COLUMNS, line, strict=True)) for line in best[1:]]
-    return dict(zip(yards, best[0], strict=True)), list(zip(found, figures, strict=True))
+    first, *others = [[min(times) for times in zip(*line, strict=True)] for line in zip(*rounds, strict=True)]
+    measured = [Line(c.operation, c.family, c.name, len(c.varying), Times(*best)) for c, best in zip(chosen, others, strict=True)]
+    return Measured(dict(zip(yards, first, strict=True)), measured)
 
 
-def in_own_process() -> tuple[dict[str, float], list[tuple[str, str, str, dict[str, float]]]]:
-    """`figures`, measured in a process that has done nothing else."""
+def in_own_process() -> Measured:
+    """`measure` of all cases in a process that has done nothing else."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(figures).result()
-
-
-def figures() -> tuple[dict[str, float], list[tuple[str, str, str, dict[str, float]]]]:
-    """`measure` of all cases, each as operation, family, name and its columns."""
-    yards, found = measure(cases())
-    return yards, [(case.operation, case.family, case.name, columns) for case, columns in found]
+        return pool.submit(measure).result()
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -188,19 +208,17 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         print("benchmarks.host needs an SM90 GPU (H100, H200); it runs both families' source, built as sm_90a", file=sys.stderr)
         return 2
-    yards, found = measure(case for case in cases() if chosen.only in case.operation)
-    for name, value in yards.items():
+    measured = measure(chosen.only)
+    for name, value in measured.yardsticks.items():
         print(f"{name:44} {value:6.2f} µs")
-    rows = []
-    for case, columns in found:
-        rows.append([case.operation, case.family, case.name, len(case.varying), *(f"{value:.2f}" for value in columns.values())])
-        figures = "  ".join(f"{name} {value:6.2f}" for name, value in columns.items())
-        print(f"{case.operation:17} {case.family} {case.name:18} {figures}  ({len(case.varying)} given to bound)")
+    for line in measured.lines:
+        times = "  ".join(f"{column} {value:6.2f}" for column, value in line.times._asdict().items())
+        print(f"{line.operation:17} {line.family} {line.name:18} {times}  ({line.given} given to bound)")
     if chosen.out:
         with chosen.out.open("w", newline="") as file:
             writer = csv.writer(file)
-            writer.writerow(["operation", "family", "case", "given_to_bound", *(f"{name}_us" for name in COLUMNS)])
-            writer.writerows(rows)
+            writer.writerow(["operation", "family", "case", "given_to_bound", *(f"{column}_us" for column in Times._fields)])
+            writer.writerows([*line[:-1], *(f"{value:.2f}" for value in line.times)] for line in measured.lines)
     return 0
 
 

@@ -206,15 +206,15 @@ def host_rows() -> Iterator[Row]:
     """
     from benchmarks import host
 
-    yardsticks, found = host.in_own_process()
-    for name, value in yardsticks.items():
+    measured = host.in_own_process()
+    for name, value in measured.yardsticks.items():
         yield Row(results.HOST, "", f"for comparison: {name}", value)
-    for operation, family, case, columns in found:
+    for line in measured.lines:
         for kind, bar in cases.HOST_BARS.items():
-            figure = columns["bound" if kind == "bound" else "call"]
+            figure = line.times.bound if kind == "bound" else line.times.call
             met = "yes" if figure <= bar else "no"
-            name = f"{operation} {case}, {kind}"
-            yield Row(results.HOST, family, name, figure, bar_microseconds=bar, scaled_bar_microseconds=bar, met=met)
+            name = f"{line.operation} {line.name}, {kind}"
+            yield Row(results.HOST, line.family, name, figure, bar_microseconds=bar, scaled_bar_microseconds=bar, met=met)
 
 
 def _line(row: Row) -> str:

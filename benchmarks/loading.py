@@ -7,6 +7,7 @@ Each figure is the median over fresh processes; nothing here needs a GPU.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -55,8 +56,10 @@ def measure(program: str, **environment: str) -> dict[str, float]:
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
-def main() -> None:
-    packs = [Path(p) for p in sys.argv[1:]] or sorted(p.parent for p in (ROOT / "build" / "packs").glob("*/manifest.json"))
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packs", type=Path, nargs="*", help="folders of packs; default: those in build/packs")
+    packs = parser.parse_args(arguments).packs or sorted(p.parent for p in (ROOT / "build" / "packs").glob("*/manifest.json"))
     results = measure(IMPORTS)
     for pack in packs:
         results |= measure(PACK, CUTE_KERNELS_PACKS=str(pack))

@@ -15,6 +15,7 @@ import csv
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import cases, counters, predict, results
@@ -74,12 +75,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)])
 
 
-def rules(path: Path) -> list[tuple[str, str]]:
-    """(pattern, text) lines of a file beside the results, none without the file."""
+def rules(path: Path, column: str) -> list[tuple[str, str]]:
+    """(pattern, text of `column`) lines of a file beside the results; none without the file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return [(pattern, text) for pattern, text in list(csv.reader(file))[1:]]
+        return [(line["pattern"], line[column]) for line in csv.DictReader(file)]
 
 
 def rule(known: Sequence[tuple[str, str]], key: tuple[str, str, str]) -> str | None:
@@ -87,17 +88,21 @@ def rule(known: Sequence[tuple[str, str]], key: tuple[str, str, str]) -> str | N
     return next((text for pattern, text in known if re.search(pattern, " ".join(key))), None)
 
 
-class Marks:
-    """Which cases' kernels have changed since they were measured, by the rules of `stale.csv`."""
+@dataclass(frozen=True)
+class Changed:
+    """Cases whose kernels have changed since they were measured: the rules of `stale.csv`."""
 
-    def __init__(self, known: Sequence[tuple[str, str]]) -> None:
-        self.known = known
+    known: Sequence[tuple[str, str]] = ()
 
-    def __call__(self, key: tuple[str, str, str], text: str) -> str:
-        """The text of a figure, marked where it is not of today's kernel."""
-        return text if rule(self.known, key) is None else f"{text}†"
+    def __contains__(self, key: tuple[str, str, str]) -> bool:
+        return rule(self.known, key) is not None
+
+    def mark(self, key: tuple[str, str, str], text: str) -> str:
+        """The text of a case's figure, marked where it is not of today's kernel."""
+        return f"{text}†" if key in self else text
 
     def explained(self) -> str:
+        """What the mark means: a paragraph for each change."""
         return "".join(f"\n\n† {text}" for text in dict.fromkeys(text for _, text in self.known))
 
 
@@ -134,7 +139,7 @@ def sglang(row: Row) -> float | None:
     return SGLANG.get(f"{NAMES[match[1]]} {plain}") if row.operation == "qkv_insert" and match else None
 
 
-def measured(rows: Sequence[Row], marks: Marks) -> str:
+def measured(rows: Sequence[Row], changed: Changed) -> str:
     """Every case: those with a bar first in each group, the formats of one case in one line."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
@@ -156,11 +161,11 @@ def measured(rows: Sequence[Row], marks: Marks) -> str:
                 title,
                 shape,
                 " / ".join(v for v in variants if v) or "–",
-                " / ".join(marks(r.key, figure(r.microseconds)) if r.microseconds else "failed" for r in mine),
+                " / ".join(changed.mark(r.key, figure(r.microseconds)) if r.microseconds else "failed" for r in mine),
                 figure(bar),
                 "–" if not met else "yes" if met == {"yes"} else "**no**",
-                " / ".join("–" if r.percent_of_limit is None else marks(r.key, f"{r.percent_of_limit:.0f}%") for r in mine),
-                " / ".join(marks(r.key, figure(r.cold_microseconds)) if r.cold_microseconds else "–" for r in mine),
+                " / ".join("–" if r.percent_of_limit is None else changed.mark(r.key, f"{r.percent_of_limit:.0f}%") for r in mine),
+                " / ".join(changed.mark(r.key, figure(r.cold_microseconds)) if r.cold_microseconds else "–" for r in mine),
                 cells(lambda r: r.peer_microseconds) if peer else "–",
                 figure(sglang(mine[0])),
             )
@@ -181,9 +186,9 @@ def aim(row: Row) -> float | None:
     return min((t for t in (row.scaled_bar_microseconds, row.peer_microseconds) if t is not None), default=None)
 
 
-def causes(rows: Sequence[Row], path: Path, draft: bool, marks: Marks) -> str:
+def causes(rows: Sequence[Row], path: Path, draft: bool, changed: Changed) -> str:
     """Each miss, of the bar or of the peer's time, with its cause; `Unexplained` names those without one."""
-    known = rules(path)
+    known = rules(path, "cause")
     grouped: dict[str, list[Row]] = {}
     unknown = []
     for row in rows:
@@ -202,12 +207,14 @@ def causes(rows: Sequence[Row], path: Path, draft: bool, marks: Marks) -> str:
         return "Every bar is met."
     text = []
     for cause, mine in grouped.items():
-        names = "; ".join(f"{' '.join(n for n in r.key if n)}: {marks(r.key, figure(r.microseconds))} of {figure(aim(r))}" for r in mine)
+        names = "; ".join(
+            f"{' '.join(n for n in r.key if n)}: {changed.mark(r.key, figure(r.microseconds))} of {figure(aim(r))}" for r in mine
+        )
         text.append(f"* {cause}\n  ({names})")
     return "\n".join(text)
 
 
-def counted(rows: Sequence[Row], path: Path, marks: Marks) -> str:
+def counted(rows: Sequence[Row], path: Path, changed: Changed) -> str:
     """What the profiler counted, where a file of it lies beside the results."""
     if not path.exists():
         return ""
@@ -220,7 +227,7 @@ def counted(rows: Sequence[Row], path: Path, marks: Marks) -> str:
                 f"{c.operation}: {c.kernel}" if c.operation != c.kernel else c.operation,
                 c.family,
                 c.case,
-                marks((c.kernel, c.family, c.case), figure(c.microseconds)),
+                changed.mark((c.kernel, c.family, c.case), figure(c.microseconds)),
                 f"{c.dram_bytes / 1e6:.1f}{f' of {needed / 1e6:.1f}' if needed else ''}",
                 f"{c.dram_percent:.0f}%",
                 f"{c.issue_percent:.0f}%",
@@ -251,7 +258,7 @@ the peak over the launch. Stores still in the L2 cache when a launch ends are no
 """
 
 
-def predicted(rows: Sequence[Prediction], measured_rows: Sequence[Row], marks: Marks) -> str:
+def predicted(rows: Sequence[Prediction], measured_rows: Sequence[Row], changed: Changed) -> str:
     """The chapter on Blackwell: limits, arithmetic, one line for each kernel, faults, and the same arithmetic checked on the H200."""
     blackwell = [r for r in rows if not r.target.endswith("sm_90a")]
     machines = [(m.name, m.sms, f"{m.clock / 1e9:.3g}", f"{m.dram / 1e12:.3g}", m.source) for m in predict.MACHINES.values()]
@@ -304,7 +311,7 @@ def predicted(rows: Sequence[Prediction], measured_rows: Sequence[Row], marks: M
         time = times.get(key)
         if arch == "sm_90a" and time:
             ratio = f"{time / r.expected_us:.2f}"
-            checked.append((*key, figure(r.expected_us), r.binds, marks(key, figure(time)), ratio))
+            checked.append((*key, figure(r.expected_us), r.binds, changed.mark(key, figure(time)), ratio))
     return f"""\
 {table(("GPU", "SMs", "GHz", "DRAM TB/s, nominal", "source"), machines)}
 
@@ -348,9 +355,9 @@ def page(path: Path, prediction: Path = PREDICTION, draft: bool = False) -> str:
         for name, text in (("roofline.svg", "Percent of the limit by bytes moved"), ("speedup.svg", "Speed-up over vLLM"))
         if (folder / name).exists()
     )
-    marks = Marks(rules(folder / "stale.csv"))
-    changed = sum(r.met == "yes" and bool(marks(r.key, "")) for r in judged)
-    past = f", {changed} of them by a kernel that has changed since" if changed else ""
+    changed = Changed(rules(folder / "stale.csv", "since"))
+    past_met = sum(r.met == "yes" and r.key in changed for r in judged)
+    past = f", {past_met} of them by a kernel that has changed since" if past_met else ""
     notes = folder / "notes.txt"
     said = f"\n\n{notes.read_text().strip()}" if notes.exists() else ""
     backing = f"\nThe runs behind these causes: [variants.txt]({where}/variants.txt).\n" if (folder / "variants.txt").exists() else ""
@@ -372,16 +379,16 @@ reference before the timing and, after fresh poison, behind it. In this run an e
 where vLLM ran the same work beside it. SGLang's figures are of a run on another H200 by the same
 method, which no command here repeats.
 
-{met} of {len(judged)} timed cases with a bar meet it{past} (host times apart, below).{marks.explained()}{said}
+{met} of {len(judged)} timed cases with a bar meet it{past} (host times apart, below).{changed.explained()}{said}
 
-{measured(rows, marks)}
+{measured(rows, changed)}
 
 {pictures}
 
 ### Above the bar or slower than vLLM, and why
 
-{causes(rows, folder / "causes.csv", draft, marks)}
-{backing}{counted(rows, folder / "counters.csv", marks)}
+{causes(rows, folder / "causes.csv", draft, changed)}
+{backing}{counted(rows, folder / "counters.csv", changed)}
 ### Host time of one eager call
 
 `bound`: through `bind`, with the tensors that change; `unbound`: the public call with every argument.
@@ -392,7 +399,7 @@ method, which no command here repeats.
 
 Nothing of this library has run on Blackwell. What follows is arithmetic of `python -m benchmarks.predict --out docs/prediction.csv`.
 
-{predicted(predict.read(prediction), rows, marks)}"""
+{predicted(predict.read(prediction), rows, changed)}"""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -105,6 +105,7 @@ def rotate(x: Tensor, positions: Tensor, ratio: int) -> Tensor:
 
 
 def normalise(x: Tensor) -> Tensor:
+    """RMS norm without a weight: x [..., 512]."""
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
@@ -156,14 +157,17 @@ class Verdict:
 
     @property
     def mean_error(self) -> float:
+        """Mean over the rows judged."""
         return self._error_sum / max(self.rows, 1)
 
     @property
     def mean_bound(self) -> float:
+        """Mean over the rows judged."""
         return self._bound_sum / max(self.rows, 1)
 
     @property
     def passed(self) -> bool:
+        """Every row judged, and there were some, keeps its bounds."""
         return self.rows > 0 and self.worst <= 1
 
     def add(self, error: Tensor, allowed: Tensor) -> None:

@@ -83,7 +83,8 @@ def require_format(fmt: KVFormat, target: Target | None) -> None:
 def pad_q_heads(num_heads: int) -> int:
     """The smallest head count FlashInfer accepts that holds `num_heads` heads: 8, 16, 32, 64 or 128.
 
-    Heads up to it are zero in q, -inf in sinks, and cut off the output. More than 128 heads are refused.
+    Heads up to it are zero in q, -inf in sinks, and cut off the output. `UnsupportedRequest` for more than 128 heads, `InvalidArgument`
+    for what is no head count.
     """
     most = flashinfer_backend.ACCEPTED_HEADS[-1]
     if type(num_heads) is not int or num_heads <= most:
@@ -97,7 +98,7 @@ def pad_q_heads(num_heads: int) -> int:
 
 
 def pad_sinks(sinks: torch.Tensor, padded_heads: int) -> torch.Tensor:
-    """Sinks fp32 [n] padded with -inf to [padded_heads]; returned as they are where nothing is missing."""
+    """Sinks fp32 [n] padded with -inf to [padded_heads] (docs/spec.md, "Attention"); returned as they are where nothing is missing."""
     missing = padded_heads - sinks.shape[0]
     if missing <= 0:
         return sinks
@@ -172,6 +173,8 @@ def allocate_workspace(
     max_requests, max_rows  largest call; num_heads real heads; width compressed columns of the index table
     Bytes: 128 MiB, or what an SM120 decode of min(max_rows, 64) rows needs where that is more; counters: 4 bytes for each
     request and padded head, at least 4 KiB.
+
+    Raises `InvalidArgument`; `UnsupportedRequest` where it would have to allocate while a graph is captured.
     """
     device = torch.device(device)
     for name, value in (("max_requests", max_requests), ("max_rows", max_rows)):

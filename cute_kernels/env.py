@@ -37,7 +37,7 @@ class Variable:
     @functools.cached_property
     def _encoded(self) -> object:
         """The name as `_SET` has it."""
-        return self.name if _SET is os.environ else os.environ.encodekey(self.name)  # type: ignore[attr-defined]
+        return self.name if _SET is os.environ else os.environ.encodekey(self.name)
 
     @functools.cached_property
     def _default_flag(self) -> bool:

@@ -46,6 +46,7 @@ class KVFormat:
 
     @property
     def packed(self) -> bool:
+        """Rows are stored as data and footers."""
         return self.name == "fp8_ds_mla"
 
 
@@ -183,10 +184,12 @@ class PoolGeometry:
 
     @property
     def slots(self) -> int:
+        """pages * page_rows: every slot is below it."""
         return self.pages * self.page_rows
 
     @property
     def storage_rows(self) -> int:
+        """Storage rows from the first page's start to the last page's end, gaps between pages included."""
         return (self.pages - 1) * self.span + self.page_rows if self.pages else 0
 
     @staticmethod

@@ -50,6 +50,7 @@ class RowLayout:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row, data and footer."""
         return self.data_bytes + self.footer_bytes
 
 
@@ -256,7 +257,7 @@ class PoolPlan:
             )
 
     def allocate(self, blocks: int, device: torch.device | str = "cpu") -> KVPool:
-        """A pool of `blocks` blocks on `device`, zeroed."""
+        """A pool of `blocks` blocks on `device`, zeroed; `InvalidArgument` for more than an int32 index can name."""
         self.require_blocks(blocks)
         return KVPool(self, torch.zeros((blocks, self.block_bytes), dtype=torch.uint8, device=device))
 
@@ -368,6 +369,8 @@ class KVPool:
     def __init__(self, plan: PoolPlan, storage: torch.Tensor) -> None:
         """plan     where pages lie
         storage  uint8 [blocks, plan.block_bytes], contiguous, at an address that is a multiple of 16 (32 for the widest accesses)
+
+        `InvalidArgument` for other storage, and for more blocks than an int32 index can name.
         """
         shape = tuple(storage.shape)
         if storage.dtype != torch.uint8 or len(shape) != 2 or shape[1] != plan.block_bytes:
@@ -381,7 +384,10 @@ class KVPool:
         self.plan, self.storage, self.blocks = plan, storage, shape[0]
 
     def view(self, layer: int, part: str) -> torch.Tensor:
-        """[blocks, rows, elements] of a layer's part: rows back to back, blocks `plan.block_bytes` apart (NHD with one head)."""
+        """[blocks, rows, elements] of a layer's part, in its dtype: rows back to back, blocks `plan.block_bytes` apart (NHD with one head).
+
+        `InvalidArgument` where the layer has no such part.
+        """
         page = self.plan.page(layer, part)
         size, width = page.layout.dtype.itemsize, page.layout.elements
         rows = self.storage.view(page.layout.dtype)
@@ -389,7 +395,7 @@ class KVPool:
         return rows.as_strided((self.blocks, page.rows, width), strides, rows.storage_offset() + page.offset // size)
 
     def layer(self, layer: int) -> LayerViews:
-        """All views of one layer."""
+        """All views of one layer; `InvalidArgument` for a layer that the plan does not have."""
         parts = [page.part for page in self.plan.pages if page.layer == layer]
         if not parts:
             raise InvalidArgument("layer", layer, "a layer of the plan")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,8 @@ class LayerSpec:
     apply_q_norm     False: q comes normalised
     save             which state rows are kept
     head_dim, window, vision_spans   512, 128 and False; anything else is refused by name
+
+    Raises `InvalidArgument`, `UnsupportedRequest`.
     """
 
     ratio: int
@@ -79,7 +81,7 @@ class LayerSpec:
         return {1: (IdSource.NONE,), 4: (IdSource.LOCAL, IdSource.ALL_GROUPS), 128: (IdSource.ALL_GROUPS,)}[self.ratio]
 
     def kv_format(self, target: Target | None) -> KVFormat:
-        """The row format of both caches; CPU layers without a target follow the SM100 family."""
+        """The row format of both caches; CPU layers without a target follow the SM100 family. `UnsupportedRequest` where it has none."""
         return resolve_format(self.kv_cache_dtype, "sm100" if target is None else target.family)
 
     def q_dtype(self, target: Target | None) -> torch.dtype:
@@ -138,7 +140,14 @@ class StepTables(Held):
         state_block_rows: int = 0,
         width: int | None = None,
     ) -> StepTables:
-        """The tables of a step whose slots follow from its block tables (`slot_mapping`)."""
+        """The tables of a step whose slots follow from its block tables (`slot_mapping`).
+
+        window_block_table, compressed_block_table, state_block_table, width   as the class has them
+        window_page_rows, compressed_page_rows, state_block_rows   rows of a page of each pool
+        ratio   of the layers: 1 needs the window's alone
+
+        Raises `InvalidArgument`.
+        """
         validate.layer_ratio(ratio)
         validate.integer("window_page_rows", window_page_rows, 1)
         slots = slot_mapping(step, window_block_table, window_page_rows, name="window_block_table")
@@ -185,6 +194,8 @@ class SparseMLA(Held):
         sinks        [num_heads] fp32 attention sinks
         target       Target or name; default: the tensors' device
         insert_backend, decode_backend   backend of `qkv_insert` and of `decode`
+
+        Raises `InvalidArgument`, `UnsupportedRequest`.
         """
         self.spec, self.insert_backend, self.decode_backend = spec, insert_backend, decode_backend
         self.target = dispatch.resolve_target(validate.tensor("swa_cache", swa_cache).device, target)
@@ -284,7 +295,8 @@ class SparseMLA(Held):
         workspace, counters   as for `decode`
 
         Returns [T, num_heads, 512] bf16, a view. `torch.compile` sees one operator (`layer_op`), which runs this when the graph
-        runs; step and tables must live until then.
+        runs; step and tables must live until then. Source of the mathematics: docs/spec.md. Raises `InvalidArgument`, `UnsupportedRequest`,
+        `MissingKernel`.
         """
         if torch.compiler.is_compiling():
             return layer_op.call(self, step, tables, q, kv, kv_score, ids, out, workspace, counters)
@@ -342,46 +354,59 @@ class SparseMLA(Held):
 
         independent  as for `sparse_indices`
         """
-        source, device = self._source(ids), step.positions.device
-        chosen = ids if isinstance(ids, torch.Tensor) else None
-        combined = dispatch.combined_form(self.target)
-        if chosen is not None:
-            width = (max(chosen.shape[-1], 1) + 3) // 4 * 4
-        else:
-            width = self.spec.width if tables.width is None or source is IdSource.NONE else (tables.width + 3) // 4 * 4
-        compressed_table = None if self.spec.ratio == 1 else tables.compressed_block_table
-        shape = ("sparse_indices", combined, width)
+        source = self._source(ids)
+        if isinstance(ids, torch.Tensor):
+            return self._build(step, tables, ids, source, (max(ids.shape[-1], 1) + 3) // 4 * 4, "per layer", independent)
+        width = self.spec.width if tables.width is None or source is IdSource.NONE else (tables.width + 3) // 4 * 4
+        addresses = tuple(None if t is None else (t.data_ptr(), t.shape, t.stride()) for t in self._read(tables))
+        form, geometry = dispatch.combined_form(self.target), (self.spec.ratio, self.window, self.compressed)
+        key = ("shared tables", form, width, source, geometry, addresses)
+        return step.once(key, self._build_shared, step, tables, source, width, independent)[0]
 
-        def build(number: object) -> Indices:
-            built: Indices = self._indices.call(
-                positions=step.positions,
-                token_to_req=step.token_to_req,
-                window_block_table=tables.window_block_table,
-                ids=chosen,
-                compressed_block_table=compressed_table,
-                source=source,
-                width=None if source is IdSource.NONE else width,
-                slots=tables.window_slots,
-                out=step.once((*shape, number, "rows"), lambda: first_rows(step.keep((*shape, number), new_buffers), step.num_tokens)),
-                independent=independent,
-            )
-            return built
+    def _read(self, tables: StepTables) -> tuple[torch.Tensor | None, ...]:
+        """What index tables are built from, besides the step and ids."""
+        compressed = None if self.spec.ratio == 1 else tables.compressed_block_table
+        return tables.window_block_table, tables.window_slots, compressed
 
-        def new_buffers() -> Indices:
-            return new_tables(step.max_tokens, width, combined, device)
+    def _build_shared(
+        self, step: StepMetadata, tables: StepTables, source: IdSource, width: int, independent: bool
+    ) -> tuple[Indices, object]:
+        """New tables of this step, and the tensors they were built from: held, no other tensor can come to lie at their addresses within
+        the step. The n-th shared tables of a form and width use its n-th buffers, step after step."""
+        number = next(step.once(("number of tables", dispatch.combined_form(self.target), width), itertools.count))
+        return self._build(step, tables, None, source, width, number, independent), self._read(tables)
 
-        if chosen is not None:
-            return build("per layer")
-        read = (tables.window_block_table, tables.window_slots, compressed_table)
+    def _build(
+        self,
+        step: StepMetadata,
+        tables: StepTables,
+        ids: torch.Tensor | None,
+        source: IdSource,
+        width: int,
+        number: object,
+        independent: bool,
+    ) -> Indices:
+        """One launch, into those buffers of the step that this form, width and number name."""
+        window_block_table, slots, compressed_block_table = self._read(tables)
+        buffers = ("tables", dispatch.combined_form(self.target), width, number)
+        built: Indices = self._indices.call(
+            positions=step.positions,
+            token_to_req=step.token_to_req,
+            window_block_table=window_block_table,
+            ids=ids,
+            compressed_block_table=compressed_block_table,
+            source=source,
+            width=None if source is IdSource.NONE else width,
+            slots=slots,
+            out=step.once(buffers, self._buffers, step, width, buffers),
+            independent=independent,
+        )
+        return built
 
-        def build_shared() -> tuple[Indices, object]:
-            # The n-th shared table of a shape uses the n-th buffer, step after step. The tensors it was built from are held, so
-            # that no other tensor can come to lie at their addresses within the step.
-            number = next(step.once((*shape, "count"), itertools.count))
-            return build(number), read
-
-        addresses = tuple(None if t is None else (t.data_ptr(), t.shape, t.stride()) for t in read)
-        return step.once((*shape, source, self.spec.ratio, self.window, self.compressed, addresses), build_shared)[0]
+    def _buffers(self, step: StepMetadata, width: int, name: Hashable) -> Indices:
+        """As many rows as this step has of buffers that live as long as the step object."""
+        form = dispatch.combined_form(self.target)
+        return first_rows(step.keep(name, new_tables, step.max_tokens, width, form, step.positions.device), step.num_tokens)
 
     def _source(self, ids: torch.Tensor | IdSource | None) -> IdSource:
         if self.spec.ratio != 4:

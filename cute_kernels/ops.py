@@ -506,6 +506,8 @@ def bind(call: Callable[..., Any], **kept: Any) -> Callable[..., Any]:
 
     Weights, tables, caches and step buffers that keep their address are checked and converted here; the result takes the
     remaining arguments by name. A tensor bound here must not be reallocated; its contents may change.
+
+    Raises what `call` raises of the kept arguments; `InvalidArgument` for any other function.
     """
     return bound(call, **kept).call
 

@@ -51,7 +51,7 @@ class AttentionScales:
                 raise InvalidArgument(name, repr(value), "a finite number > 0")
 
     def arguments(self, call: str) -> dict[str, float]:
-        """The keyword arguments of "LayerSpec", "qkv_insert", "compress_store" or "decode"."""
+        """The keyword arguments of "LayerSpec", "qkv_insert", "compress_store" or "decode"; `InvalidArgument` for another name."""
         if call not in _TAKEN:
             raise InvalidArgument("call", repr(call), ", ".join(map(repr, _TAKEN)))
         return {name: getattr(self, name) for name in _TAKEN[call]}

@@ -82,7 +82,7 @@ class StepMetadata(Held):
         uniform_decodes: bool = False,
         call_policy: CallPolicy | None = None,
     ) -> None:
-        """Allocates buffers for steps of up to `max_requests` requests and `max_tokens` rows on `device`."""
+        """Allocates buffers for steps of up to `max_requests` requests and `max_tokens` rows on `device`; `InvalidArgument`."""
         for name, value in (("max_requests", max_requests), ("max_tokens", max_tokens), ("decode_query_len", decode_query_len)):
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise InvalidArgument(name, repr(value), "an int, 1 <= value < 2^31")
@@ -117,7 +117,7 @@ class StepMetadata(Held):
         uniform_decodes: bool = False,
         call_policy: CallPolicy | None = None,
     ) -> StepMetadata:
-        """A step with buffers of exactly its own size, from the query length and the sequence length of each request."""
+        """A step with buffers of exactly its own size, from the query length and the sequence length of each request, as for `update`."""
         rules: dict[str, Any] = {"uniform_decodes": uniform_decodes, "call_policy": call_policy}
         lens = _query_lens(query_lens)
         step = cls(max(len(lens), 1), max(int(lens.sum()), 1), device, decode_query_len=decode_query_len, **rules)
@@ -288,8 +288,8 @@ class StepMetadata(Held):
 
     # What layers share -------------------------------------------------------------------------------------------------
 
-    def once(self, key: Hashable, build: Callable[[], Value]) -> Value:
-        """The value of `key` in this step: built by the first layer that asks, handed to the others.
+    def once(self, key: Hashable, build: Callable[..., Value], *arguments: object) -> Value:
+        """The value of `key` in this step: built of `arguments` by the first layer that asks, handed to the others.
 
         A value built outside a CUDA graph is not handed to a capture, nor the other way round: the graph must hold the
         launches that build what it reads. Call `update` before each capture.
@@ -297,13 +297,13 @@ class StepMetadata(Held):
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         found = self._once.get(key)
         if found is None or found[0] != capturing:
-            found = self._once[key] = (capturing, build())
+            found = self._once[key] = (capturing, build(*arguments))
         return found[1]
 
-    def keep(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of `key` for the life of this object, made on first use: buffers that captured graphs go on using."""
+    def keep(self, key: Hashable, make: Callable[..., Value], *arguments: object) -> Value:
+        """The value of `key` for the life of this object, made of `arguments` on first use: buffers that captured graphs go on using."""
         if key not in self._kept:
-            self._kept[key] = make()
+            self._kept[key] = make(*arguments)
         return self._kept[key]
 
 
@@ -352,7 +352,7 @@ def slot_mapping(
 
     Returns int64 [T]; -1 for rows without a slot, for rows of padding requests (sequence length 0) and of requests that the step
     does not have, for negative table entries and past the end of the table. Does not synchronise. Slots are defined in docs/spec.md:
-    entry e of a request lies in page block_table[request, e // page_rows].
+    entry e of a request lies in page block_table[request, e // page_rows]. Raises `InvalidArgument`.
     """
     if not isinstance(block_table, torch.Tensor):
         raise InvalidArgument(name, f"a {type(block_table).__name__}", f"torch.int32 [>={step.num_requests}, n]")

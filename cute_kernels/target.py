@@ -66,7 +66,8 @@ class Target:
     def named(name: str) -> Target:
         """A target from `"sm_100a"`, `"sm_120f"`, ...; or from a family's name, which means its first architecture.
 
-        `sm_90a` belongs to both families, so it has to be written `Target("sm100", "sm_90a")`, or "sm100:sm_90a".
+        `sm_90a` belongs to both families, so it has to be written `Target("sm100", "sm_90a")`, or "sm100:sm_90a". `InvalidArgument` for
+        other names.
         """
         if not isinstance(name, str):
             raise InvalidArgument("target", repr(name), 'a name, such as "sm100" or "sm_120f"', hint=_WHICH)

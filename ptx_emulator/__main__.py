@@ -19,6 +19,7 @@ from ptx_emulator.report import report
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run one case and report it: 0 without a fault, 1 with one, 2 for a case that there is not."""
     parser = argparse.ArgumentParser(prog="python -m ptx_emulator", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("kernel", nargs="?", help="name of the kernel")
     parser.add_argument("case", nargs="?", help="name of its case; without one, kernels and cases are listed")

@@ -29,6 +29,7 @@ class NamedBarriers:
         self.waiting: dict[int, list[tuple[Fragment, Any]]] = {}
 
     def fragments(self) -> list[Fragment]:
+        """All fragments that wait."""
         return [f for parts in self.waiting.values() for f, _ in parts]
 
     def split_whole_warps(self, f: Fragment, live: list[int], aligned: bool) -> tuple[Fragment | None, Fragment | None]:
@@ -88,6 +89,7 @@ class NamedBarriers:
         before[blocks[first]] = np.maximum(before[blocks[first]], together)
 
     def release_ready(self) -> None:
+        """Let those go on whose barrier is complete, now that threads have left."""
         for number in list(self.waiting):
             self._release(number)
 
@@ -168,6 +170,7 @@ class ClusterBarriers:
         self.waiting: list[Fragment] = []
 
     def arrive(self, f: Fragment, release: bool) -> None:
+        """Threads arrive; without `release`, what they wrote is not handed on. `AccessFault` where one arrives twice."""
         bad = self.entered[f.lanes] >= 0
         if bad.any():
             raise AccessFault(
@@ -213,6 +216,7 @@ class ClusterBarriers:
         return [go]
 
     def release_ready(self) -> None:
+        """Let clusters go on whose threads have all arrived or left."""
         alive = self.machine.alive.reshape(self.count, -1)
         arrived = self.arrived.reshape(self.count, -1)
         done = arrived.any(1) & ~(alive & ~arrived).any(1)

@@ -38,6 +38,7 @@ class Fragment:
 
     @property
     def n(self) -> int:
+        """Number of threads."""
         return self.lanes.shape[0]
 
     @property

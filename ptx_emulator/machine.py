@@ -49,10 +49,12 @@ class Launch:
 
     @property
     def threads(self) -> int:
+        """Threads of a block."""
         return self.block[0] * self.block[1] * self.block[2]
 
     @property
     def cluster_size(self) -> int:
+        """Blocks of a cluster."""
         return self.cluster[0] * self.cluster[1] * self.cluster[2]
 
 
@@ -144,6 +146,7 @@ class Machine:
     # ---- scheduling
 
     def enqueue(self, f: Fragment) -> None:
+        """A fragment goes on at its program counter."""
         if f.pc in self.ready:
             self.ready[f.pc].append(f)
         else:
@@ -281,6 +284,7 @@ class Machine:
             self.enqueue(f.take(np.flatnonzero(which == value), self.program.blocks[target].live_in, target))
 
     def exit(self, f: Fragment) -> None:
+        """Threads leave; those that waited only for them go on."""
         self.bulk.check_exit(f)
         waited = f.full(WAITED)
         self.waited_blocks[f.blocks[waited]] = True
@@ -352,9 +356,11 @@ class Machine:
     # ---- reports
 
     def coordinates(self, block: int) -> tuple[int, int, int]:
+        """(x, y, z) of a block."""
         return tuple(int(v) for v in self.block_coordinates[block])  # type: ignore[return-value]
 
     def thread(self, lane: int) -> tuple[int, int, int]:
+        """(x, y, z) of a thread in its block."""
         t = lane % self.block_lanes
         x, y, _ = self.launch.block
         return (t % x, t // x % y, t // (x * y))
@@ -362,6 +368,7 @@ class Machine:
     def fault(
         self, check: str, message: str, f: Fragment, position: int, ins: Instruction, tensor: str = "", lane: int | None = None
     ) -> KernelFault:
+        """A fault of the thread at `position` of a fragment, or of the one that is `lane`."""
         if lane is None:
             lane = int(f.lanes[min(position, f.n - 1)])
         return KernelFault(

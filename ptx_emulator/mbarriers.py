@@ -63,7 +63,7 @@ class MBarriers:
         return bar
 
     def initialise(self, f: Fragment, index: int, place: int, count: int) -> None:
-        """By the thread at position `index`."""
+        """mbarrier.init by the thread at position `index`; `AccessFault` for a count out of range, and where one is live at the place."""
         if not 1 <= count < 1 << 20:
             raise AccessFault("mbarrier", index, f"count {count} is not in 1 .. 2^20-1", "shared memory")
         if place in self.objects:
@@ -106,6 +106,7 @@ class MBarriers:
         return phase
 
     def publish(self, bar: MBarrier, lanes: np.ndarray) -> None:
+        """Hand what these threads know to those who will wait for the phase."""
         races = self.machine.races
         if races:
             bar.gathering = merge(bar.gathering, races.clocks.release(lanes))
@@ -119,6 +120,7 @@ class MBarriers:
         return machine.races.threads + bar.column, bar.phase + 1
 
     def settle(self, bar: MBarrier) -> None:
+        """Complete the phase if no arrival and no byte is missing."""
         if bar.pending == 0 and bar.bytes == 0:
             bar.phase += 1
             bar.pending = bar.expected
@@ -136,6 +138,7 @@ class MBarriers:
         self.settle(bar)
 
     def acquire(self, place: int, lanes: np.ndarray) -> None:
+        """Threads that have waited learn what the last phase handed on."""
         bar = self.objects[place]
         if self.machine.races and bar.passed is not None:
             self.machine.races.clocks.learn(lanes, bar.passed)
@@ -160,5 +163,6 @@ class MBarriers:
             raise AccessFault("bulk copy not waited for", i, "a block leaves while a copy into its shared memory is still under way")
 
     def finish(self) -> None:
+        """At the end of a launch: complete all copies."""
         while self.complete_pending():
             pass

@@ -184,6 +184,7 @@ class Memory:
         return buffer.address
 
     def find(self, name: str) -> Buffer:
+        """The buffer of a name; `KeyError` without one."""
         for buffer in self.buffers:
             if buffer.name == name:
                 return buffer
@@ -195,7 +196,7 @@ class Memory:
         bits = int(np.bitwise_or.reduce(address))
         if bits & (nbytes - 1):
             i = int(np.flatnonzero(address & np.uint64(nbytes - 1))[0])
-            tensor = self.describe(int(address[i]), nbytes)
+            tensor = self.describe(int(address[i]))
             raise AccessFault("misaligned access", i, f"{nbytes} bytes at {tensor[1]}", tensor[0])
         low, high = int(address.min()), int(address.max()) + nbytes
         last = self.last
@@ -217,10 +218,10 @@ class Memory:
                 if not rest.size:
                     return found
         i = int(rest[0])
-        tensor = self.describe(int(address[i]), nbytes)
+        tensor = self.describe(int(address[i]))
         raise AccessFault("out of bounds", i, f"{nbytes} bytes at {tensor[1]}", tensor[0])
 
-    def describe(self, address: int, nbytes: int) -> tuple[str, str]:
+    def describe(self, address: int) -> tuple[str, str]:
         """Name of the buffer nearest to an address, and the address in words."""
         best: tuple[int, Buffer] | None = None
         for b in self.buffers:
@@ -288,13 +289,13 @@ class Memory:
             if bad.any():
                 i = int(np.flatnonzero(bad)[0])
                 i = i if index is None else int(index[i])
-                where = self.describe(int(address[i]) + k * width, width)[1]
+                where = self.describe(int(address[i]) + k * width)[1]
                 raise AccessFault("uninitialised read", i, f"nobody has written {where}", buffer.name)
 
     def _located(self, fault: AccessFault, index: np.ndarray | None, address: np.ndarray, width: int) -> AccessFault:
         """A fault of the lanes at positions `index`, with its place in words."""
         i = fault.index if index is None else int(index[fault.index])
-        where = self.describe(int(address[min(i, address.size - 1)]), width)[1]
+        where = self.describe(int(address[min(i, address.size - 1)]))[1]
         return AccessFault(fault.check, i, f"{fault.message}: {where}", fault.tensor)
 
     def store(
@@ -314,7 +315,7 @@ class Memory:
             place = ((mine - np.uint64(buffer.origin)) >> shift).astype(np.int64)
             if not buffer.writable:
                 i = 0 if index is None else int(index[0])
-                raise AccessFault("write to read-only tensor", i, self.describe(int(address[i]), width)[1], buffer.name)
+                raise AccessFault("write to read-only tensor", i, self.describe(int(address[i]))[1], buffer.name)
             if buffer.shadow is not None:
                 self._check_owned(buffer, place, index, width, count, address)
             mine_values = values if index is None else [v if v.shape[0] == 1 else v[index] for v in values]
@@ -344,7 +345,7 @@ class Memory:
             if bad.any():
                 i = int(np.flatnonzero(bad)[0])
                 i = i if index is None else int(index[i])
-                where = self.describe(int(address[i]) + k * width, width)[1]
+                where = self.describe(int(address[i]) + k * width)[1]
                 raise AccessFault("write outside the owned rows", i, where, buffer.name)
             shadow[place + k] = now & clear
 

@@ -30,6 +30,7 @@ class Format:
 
     @property
     def bits(self) -> int:
+        """Bits of a code."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
 

@@ -110,10 +110,12 @@ class Instruction:
 
     @property
     def base(self) -> str:
+        """The opcode without modifiers."""
         return self.opcode.split(".", 1)[0]
 
     @property
     def modifiers(self) -> tuple[str, ...]:
+        """Modifiers of the opcode in order, without dots."""
         return tuple(self.opcode.split(".")[1:])
 
 
@@ -152,6 +154,7 @@ class Kernel:
 
     @property
     def parameter_bytes(self) -> int:
+        """Bytes of the parameter buffer."""
         return max((p.offset + p.size for p in self.parameters), default=0)
 
 

@@ -133,6 +133,7 @@ class Build:
             self.symbols[name] = ("shared", self.dynamic_start)
 
     def new_slot(self, bits: int, value: np.ndarray | None = None) -> int:
+        """A slot for values of so many bits, with a value from the start or none."""
         self.initial.append(value)
         slot = len(self.initial) - 1
         self.widths[slot] = bits
@@ -147,6 +148,7 @@ class Build:
         return self.constants[key]
 
     def register(self, register: ptx.Register) -> int:
+        """The slot of a register."""
         if register.name not in self.slots:
             if register.bits not in STORAGE:
                 raise UnsupportedInstruction(f"{register.bits}-bit register {register.name}", 0)
@@ -233,6 +235,7 @@ class Build:
         return slot
 
     def width(self, slot: int) -> int:
+        """Bits of a slot."""
         return self.widths[slot]
 
 

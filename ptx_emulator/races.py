@@ -158,7 +158,7 @@ class RaceChecker:
             reader = int(warp[n]) * 32 + (int(lanes[n]) & -int(lanes[n])).bit_length() - 1
             raise self._fault(kind, "overwrites what is read by", int(index[n]), int(cell[n]) * self.granule, reader)
 
-    def same_value(self, f: Fragment, place: np.ndarray, stored: list[np.ndarray], wanted: list[np.ndarray]) -> None:
+    def same_value(self, place: np.ndarray, stored: list[np.ndarray], wanted: list[np.ndarray]) -> None:
         """After a store: two threads of one instruction must not have written different values to one place."""
         for now, value in zip(stored, wanted, strict=True):
             bad = now != value
@@ -280,6 +280,7 @@ class RaceChecker:
     # ---- ends
 
     def finish(self) -> None:
+        """At the end of a launch: no block may have left while another of its cluster still used its shared memory."""
         if self.cluster == 1 or not (self.remote.any() or self.remote_copies):
             return
         m = self.machine

@@ -64,6 +64,7 @@ class SharedMemory:
         return base + address.astype(np.int64), owner
 
     def load(self, f: Fragment, address: np.ndarray, width: int, count: int) -> tuple[list[np.ndarray], np.ndarray]:
+        """(`count` elements of `width` bytes from each address, places); `AccessFault` for bytes that nobody has written."""
         place, _ = self.place(f, address, width * count)
         index = place >> (width.bit_length() - 1)
         flags, view = self.written_views[width], self.views[width]
@@ -78,12 +79,14 @@ class SharedMemory:
         return values, place
 
     def explain(self, place: int, width: int, index: int) -> None:
+        """Raise the fault of a read of unwritten bytes."""
         offset = place % self.row - SHARED_START
         pending = (self.written[place : place + width] == 2).any()
         reason = "an asynchronous copy there has not been waited for" if pending else "nobody has written"
         raise AccessFault("uninitialised read", index, f"{reason}: {width} bytes at shared offset {offset}", "shared memory")
 
     def store(self, f: Fragment, address: np.ndarray, width: int, values: list[np.ndarray]) -> np.ndarray:
+        """Store elements of `width` bytes, one after the other, at each address; returns the places."""
         place, _ = self.place(f, address, width * len(values))
         index = place >> (width.bit_length() - 1)
         flags, view = self.written_views[width], self.views[width]
@@ -106,6 +109,7 @@ class LocalMemory:
         self.written_views = {w: self.written.view(d) for w, d in _DTYPES.items()}
 
     def place(self, f: Fragment, address: np.ndarray, nbytes: int) -> np.ndarray:
+        """Places of the addresses of each thread; `AccessFault` out of bounds or off alignment."""
         address = address.astype(np.uint64)
         bad = (address > np.uint64(max(self.size - nbytes, 0))) | np.full(address.shape, self.size < nbytes)
         if bad.any():
@@ -117,6 +121,7 @@ class LocalMemory:
         return f.lanes.astype(np.int64) * self.row + address.astype(np.int64)
 
     def load(self, f: Fragment, address: np.ndarray, width: int, count: int) -> list[np.ndarray]:
+        """`count` elements of `width` bytes from each address; `AccessFault` for bytes that nobody has written."""
         place = self.place(f, address, width * count)
         index = place >> (width.bit_length() - 1)
         flags = self.written_views[width]
@@ -131,6 +136,7 @@ class LocalMemory:
         return [self.views[width][index + k] for k in range(count)]
 
     def store(self, f: Fragment, address: np.ndarray, width: int, values: list[np.ndarray]) -> None:
+        """Store elements of `width` bytes, one after the other, at each address."""
         index = self.place(f, address, width * len(values)) >> (width.bit_length() - 1)
         ones = self.written_views[width].dtype.type(int.from_bytes(b"\1" * width, "little"))
         for k, value in enumerate(values):

@@ -46,6 +46,7 @@ class BuildInfo:
     seconds: float
 
     def row(self) -> dict[str, Any]:
+        """The kernel's figures by name, for a manifest."""
         return asdict(self)
 
 

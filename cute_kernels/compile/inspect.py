@@ -56,6 +56,7 @@ class Instructions:
 
     @property
     def total(self) -> int:
+        """All instructions counted."""
         return sum(self.counts.values())
 
     @property

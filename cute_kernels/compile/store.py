@@ -138,6 +138,7 @@ class Store:
                 continue
 
     def usage(self) -> Usage:
+        """Entries, their bytes, and entries in quarantine."""
         sizes = [size for _, size, _ in self.entries()]
         return Usage(len(sizes), sum(sizes), len(list(self.quarantine.iterdir())) if self.quarantine.is_dir() else 0)
 

@@ -1,1 +1,3 @@
 """Device code that both families share: the kernels and their parts."""
+
+WARP = 32  # lanes

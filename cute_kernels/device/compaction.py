@@ -11,9 +11,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
 
+from cute_kernels.device import WARP
 from cute_kernels.device.memory import base_address, store_vector
-
-WARP = cute.arch.WARP_SIZE
 
 # A warp that several serve a row with says how many of its entries are valid and, in the upper half of the word, which column the
 # last of them has if they come first in its share, else RAGGED.

@@ -19,7 +19,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass.utils import SmemAllocator
 
-from cute_kernels.device import memory, norm_rope, pdl, pooling, splitters, window_ring
+from cute_kernels.device import WARP, memory, norm_rope, pdl, pooling, splitters, window_ring
 from cute_kernels.device.compress_arguments import Arguments
 from cute_kernels.device.compress_plan import Dealt, Plan
 from cute_kernels.device.pooling import COLUMN_THREADS, COLUMNS
@@ -78,11 +78,11 @@ class CompressKernel:
         cute.arch.sync_threads()
         if tid < plan.pooling:
             self.consume(mA, shared, share, tid)
-        elif tid < plan.pooling + 32:
-            self.produce(mA, shared, share, by_state_rows, dealt, tid % 32)
+        elif tid < plan.pooling + WARP:
+            self.produce(mA, shared, share, by_state_rows, dealt, tid % WARP)
         else:
             if cutlass.const_expr(mA.kv_score is not None):
-                self.save(mA, share, by_state_rows, dealt, tid - (plan.pooling + 32))
+                self.save(mA, share, by_state_rows, dealt, tid - (plan.pooling + WARP))
             else:
                 pdl.begin(self.pdl, mA.independent)
         pdl.end(self.pdl, mA.independent)
@@ -95,7 +95,7 @@ class CompressKernel:
 
         return Shared(
             ring=self.plan.ring.allocate(array),
-            closing=array(Int32, 4, 32 * self.plan.looks),
+            closing=array(Int32, 4, WARP * self.plan.looks),
             merging=self.splitter.allocate(array),
         )
 
@@ -138,22 +138,23 @@ class CompressKernel:
 
     @cute.jit
     def produce(self, mA: Arguments, shared: Shared, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
+        """One warp: find the windows that close among this block's rows, and have their rows copied into the ring."""
         plan, ring = self.plan, self.plan.ring
         own = plan.window >> share.shift  # rows of a window that this block pools
-        span = cutlass.const_expr(min(32, plan.window))  # lanes of a window
+        span = cutlass.const_expr(min(WARP, plan.window))  # lanes of a window
         passes = cutlass.max(own // span, 1)  # rows of a lane
-        together = cutlass.const_expr(32 // span)  # windows that are located together
+        together = cutlass.const_expr(WARP // span)  # windows that are located together
         stages = cutlass.min(own, span) // ring.rows
         limit = cutlass.min(self.row_limit(mA), dealt.end)
         rows = cutlass.select_(limit > 0, dealt.rows, Int32(0))
         pdl.begin(self.pdl, mA.independent)
         n, turn = Int32(0), Int32(0)
-        for start in cutlass.range(0, rows, 32 * plan.looks, unroll=1):
+        for start in cutlass.range(0, rows, WARP * plan.looks, unroll=1):
             count = Int32(0)
-            times = [self.row_of(dealt, start + 32 * q + lane) for q in range(plan.looks)]
+            times = [self.row_of(dealt, start + WARP * q + lane) for q in range(plan.looks)]
             facts = [self.look(mA, cutlass.min(t, limit - 1)) for t in times]  # all loads are under way before the first is waited for
             for q in cutlass.range_constexpr(plan.looks):
-                closes = (start + 32 * q + lane < rows) & (times[q] < limit) & self.closes(mA, facts[q])
+                closes = (start + WARP * q + lane < rows) & (times[q] < limit) & self.closes(mA, facts[q])
                 mask = Int32(cute.arch.vote_ballot_sync(closes))
                 if closes:
                     place = count + cute.arch.popc(mask & ((Int32(1) << lane) - 1))
@@ -246,6 +247,7 @@ class CompressKernel:
 
     @cute.jit
     def consume(self, mA: Arguments, shared: Shared, share: splitters.Share, tid: Int32):
+        """Pooling threads: take stages from the ring, pool them, and finish each window."""
         plan, ring = self.plan, self.plan.ring
         stages = cutlass.const_expr(plan.window // ring.rows // self.splitter.chunks)  # of a chunk
         chunks = self.splitter.chunks >> share.shift  # of a window that this block pools
@@ -364,7 +366,7 @@ class CompressKernel:
         squares = self.splitter.sum(shared.merging, share, squares, turn, tid)
         if self.splitter.owns(share, tid):
             norm_rope.normalise_rotate(pooled, squares, mA.eps, weight, column >= NOPE_DIM, rotation)
-            self.writer(mA).write(mA.kv_cache, Uint32(kv_slot), column, pooled, tid % 32)
+            self.writer(mA).write(mA.kv_cache, Uint32(kv_slot), column, pooled, tid % WARP)
 
     def ape_address(self, mA: Arguments, place: Int32, column: Int32) -> Int64:
         """Byte address of the position embedding of a place in the group."""
@@ -376,16 +378,16 @@ class CompressKernel:
     def save(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
         """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition."""
         plan = self.plan
-        lane, columns = tid % 32, plan.vector
-        row_threads = cutlass.const_expr(min(32 * plan.savers, plan.width // columns))
-        side_by_side = cutlass.const_expr(32 * plan.savers // row_threads)
+        lane, columns = tid % WARP, plan.vector
+        row_threads = cutlass.const_expr(min(WARP * plan.savers, plan.width // columns))
+        side_by_side = cutlass.const_expr(WARP * plan.savers // row_threads)
         pieces = cutlass.const_expr(plan.width // columns // row_threads)
         ahead = cutlass.const_expr(2 * plan.save_rows * side_by_side)  # rows that are on their way to L2 before they are loaded
         limit = self.row_limit(mA)
         shape = cute.make_layout((columns, pieces, plan.save_rows))
         pdl.begin(self.pdl, mA.independent)
         blocks = 1 << share.shift
-        for start in cutlass.range(0, (dealt.rows + (blocks - 1)) >> share.shift, 32, unroll=1):
+        for start in cutlass.range(0, (dealt.rows + (blocks - 1)) >> share.shift, WARP, unroll=1):
             i = ((start + lane) << share.shift) + share.rank
             t = self.row_of(dealt, i)
             target, place = Int64(0), Int32(0)
@@ -403,7 +405,7 @@ class CompressKernel:
             source = memory.base_address(mA.kv_score) + Int64(t) * memory.byte_stride(mA.kv_score, 0)
             mask = Int32(cute.arch.vote_ballot_sync(target != 0))
             nth, done = cute.arch.popc(mask & ((Int32(1) << lane) - 1)), Int32(0)
-            if (target != 0) & (tid < 32) & (nth < ahead):
+            if (target != 0) & (tid < WARP) & (nth < ahead):
                 memory.prefetch(source, 2 * plan.width * 4)
             for d in cutlass.range_constexpr(1, side_by_side):  # the d-th warps beside each other begin with the d-th row
                 if tid // row_threads >= d:
@@ -426,7 +428,7 @@ class CompressKernel:
                             memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q, k])
                     for _ in range(side_by_side):
                         mask = mask & (mask - 1)
-                if (target != 0) & (tid < 32) & memory.in_range(nth - ahead - done, plan.save_rows * side_by_side):
+                if (target != 0) & (tid < WARP) & memory.in_range(nth - ahead - done, plan.save_rows * side_by_side):
                     memory.prefetch(source, 2 * plan.width * 4)
                 done += plan.save_rows * side_by_side
                 for k in cutlass.range_constexpr(plan.save_rows):

@@ -8,6 +8,7 @@ import cutlass
 from cutlass import Int32
 
 from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.device import WARP
 from cute_kernels.device.pooling import COLUMN_THREADS
 from cute_kernels.device.window_ring import WindowRing
 from cute_kernels.kv_format import HEAD_DIM
@@ -56,6 +57,7 @@ class Plan:
 
     @property
     def window(self) -> int:
+        """Rows of a window."""
         return self.ratio + overlap(self.ratio)
 
     @property
@@ -65,10 +67,12 @@ class Plan:
 
     @property
     def threads(self) -> int:
-        return self.pooling + 32 + 32 * self.savers
+        """Threads of a block: those that pool, the warp that has rows copied, those that save."""
+        return self.pooling + WARP * (1 + self.savers)
 
     @property
     def ring(self) -> WindowRing:
+        """The ring of stages between them."""
         return WindowRing(self.groups * self.batch, self.slots, self.pooling, whole=self.ratio != 4, goals=self.on_the_way)
 
     def half(self, row):

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
-from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.compile.spec import ConvertIndicesSpec
-from cute_kernels.device.compaction import WARP, fill, pack_by_warps, store_as_they_stand
+from cute_kernels.device import WARP
+from cute_kernels.device.compaction import fill, pack_by_warps, store_as_they_stand
+from cute_kernels.device.fakes import fake_table, fake_vector
 from cute_kernels.device.memory import extent, in_range
 from cute_kernels.device.pdl import begin, fetch_parameters
 from cute_kernels.device.slots import INT32_MAX, Pool, load_ids, resolve_rows
@@ -145,20 +146,14 @@ def trace(spec: ConvertIndicesSpec) -> tuple[ConvertIndices, list[Any]]:
     """
     vector, rows, k = spec.vector_bytes // 4, cute.sym_int(), cute.sym_int()
 
-    def numbers(length: Any) -> Any:
-        return make_fake_tensor(Int32, (length,), stride=(1,), assumed_align=4)
-
-    def table() -> Any:
-        return make_fake_tensor(Int32, (rows, k), stride=(cute.sym_int64(divisibility=vector), 1), assumed_align=4 * vector)
-
     made = {
-        "ids": table(),
-        "token_to_req": numbers(rows),
-        "block_table": make_fake_tensor(Int32, (cute.sym_int(), cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4),
-        "workspace_starts": numbers(cute.sym_int()),
-        "prefill_request_id": numbers(rows),
-        "out": table(),
-        "counts": numbers(rows),
+        "ids": fake_table(rows, k, vector),
+        "token_to_req": fake_vector(rows),
+        "block_table": fake_table(cute.sym_int(), cute.sym_int()),
+        "workspace_starts": fake_vector(cute.sym_int()),
+        "prefill_request_id": fake_vector(rows),
+        "out": fake_table(rows, k, vector),
+        "counts": fake_vector(rows),
         **dict.fromkeys(("pages", "page_rows", "block_stride_rows"), Int32(1)),
     }
     kernel = ConvertIndices(vector=vector, compact=spec.compact, names=spec.argument_names, pdl=spec.pdl)

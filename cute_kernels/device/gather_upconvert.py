@@ -14,7 +14,8 @@ from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.compile.spec import GatherUpconvertSpec
-from cute_kernels.device import convert, memory, pdl
+from cute_kernels.device import WARP, convert, memory, pdl
+from cute_kernels.device.fakes import fake_table, fake_vector
 from cute_kernels.device.row_writers import CACHE_TYPES
 from cute_kernels.device.slots import INT32_MAX, Divisor
 from cute_kernels.kv_format import (
@@ -30,7 +31,6 @@ from cute_kernels.kv_format import (
     SCALE_GROUP,
 )
 
-WARP = 32
 WARPS = 1  # of a block: places on an SM are taken again one by one
 ROWS = 4  # of a warp
 LANES = WARP // ROWS  # that look after one row
@@ -66,6 +66,7 @@ class PackedRow:
 
     @cute.jit
     def load_scale(self, mA: Any, page: Int64, offset: Int32, part: Int32) -> Float32:
+        """As for `InlineRow`: 2^(e - 127) of byte e."""
         footer = page + Int64(mA.cache.shape[1]) * PACKED_DATA_BYTES + Int64(offset) * PACKED_FOOTER_BYTES
         return convert.float_of((Int32(memory.at(footer + Int64(part), Uint8, 1)[0]) & 0xFF) << 23)  # the conversion extends the sign
 
@@ -250,9 +251,6 @@ def trace(spec: GatherUpconvertSpec) -> tuple[GatherKernel, list[Any]]:
     requests, cache_type = cute.sym_int(), CACHE_TYPES.get(spec.kv_format, Uint8)
     columns = reader.codes + (ROPE_DIM if reader.rope is not None else 0)
 
-    def numbers(length: Any) -> Any:
-        return make_fake_tensor(Int32, (length,), stride=(1,), assumed_align=4)
-
     page_stride = cute.sym_int64(divisibility=16)
     made = {
         "cache": make_fake_tensor(
@@ -264,9 +262,9 @@ def trace(spec: GatherUpconvertSpec) -> tuple[GatherKernel, list[Any]]:
             stride=(cute.sym_int64(divisibility=spec.vector_bytes // 2), 1),
             assumed_align=spec.vector_bytes,
         ),
-        "block_table": make_fake_tensor(Int32, (requests, cute.sym_int()), stride=(cute.sym_int64(), 1), assumed_align=4),
-        "workspace_starts": numbers(cute.sym_int()),
-        "seq_starts": numbers(requests),
+        "block_table": fake_table(requests, cute.sym_int()),
+        "workspace_starts": fake_vector(cute.sym_int()),
+        "seq_starts": fake_vector(requests),
         "kv_scale": Float32(1.0),
     }
     kernel = GatherKernel(reader=reader, columns=spec.vector_bytes // 2, names=spec.argument_names, pdl=spec.pdl)

@@ -26,6 +26,7 @@ class Partial(NamedTuple):
 
     @staticmethod
     def empty(count: int) -> "Partial":
+        """That of no rows."""
         partial = Partial(*(cute.make_rmem_tensor(cute.make_layout(count), Float32) for _ in range(3)))
         partial.clear()
         return partial

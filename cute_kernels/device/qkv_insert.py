@@ -15,13 +15,13 @@ from cutlass.cute.runtime import make_fake_tensor
 from cutlass.utils import SmemAllocator
 
 from cute_kernels.compile.spec import QkvInsertSpec
-from cute_kernels.device import convert, memory, norm_rope, pdl
+from cute_kernels.device import WARP, convert, memory, norm_rope, pdl
+from cute_kernels.device.fakes import fake_vector
 from cute_kernels.device.row_writers import CACHE_TYPES
 from cute_kernels.device.slots import Divisor
 from cute_kernels.device.window_ring import copy_bulk
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, NOPE_DIM, ROPE_DIM
 
-WARP = 32
 HEADS = 4  # of a block. A copy by blocks of 4 KB is the fastest on an H200; by 2 or 8 KB it takes 25% and 3% more.
 # By the columns of an access: lanes that share a head, and blocks that should fit on an SM at once, which bounds the registers.
 LANES = {8: 16, 16: 8}
@@ -280,17 +280,14 @@ def fake_arguments(spec: QkvInsertSpec) -> list[Any]:
     def stride(dtype: Any) -> Any:
         return cute.sym_int64(divisibility=align * 8 // dtype.width)
 
-    def numbers(length: Any) -> Any:
-        return make_fake_tensor(Int64, (length,), stride=(1,), assumed_align=8)
-
     cache_type = CACHE_TYPES[fmt.name]
     out_type = Float8E4M3FN if spec.q_dtype == "e4m3" else BFloat16
     made = {
         "q": tensor(BFloat16, (rows, cute.sym_int(), HEAD_DIM), (stride(BFloat16), stride(BFloat16), 1)),
         "kv": tensor(BFloat16, (rows, HEAD_DIM), (stride(BFloat16), 1)),
         "kv_cache": tensor(cache_type, (cute.sym_int(), cute.sym_int(), fmt.row_elements), (stride(cache_type), fmt.row_elements, 1)),
-        "slots": numbers(cute.sym_int()),
-        "positions": numbers(rows),
+        "slots": fake_vector(cute.sym_int(), Int64),
+        "positions": fake_vector(rows, Int64),
         "cos_sin": tensor(Float32, (cute.sym_int(), ROPE_DIM), (ROPE_DIM, 1)),
         "out": tensor(out_type, (rows, cute.sym_int(), HEAD_DIM), (stride(out_type), HEAD_DIM, 1)),
         "eps": Float32(0.0),

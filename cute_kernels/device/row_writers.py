@@ -35,9 +35,11 @@ class Bf16Row:
     """512 bf16 values."""
 
     def store(self, row: Int64, column: Int32, values: cute.Tensor) -> None:
+        """Round and store fp32 values of a row from `column` on; `row` is its byte address."""
         memory.store_vector(row + Int64(column) * 2, convert.to_bf16(values))
 
     def write(self, cache, slot, column, values, lane):
+        """As `store`, at a slot of the cache; `lane` is of no use here."""
         self.store(row_address(cache, slot), column, values)
 
 
@@ -49,10 +51,12 @@ class Fp8Row:
     via_bf16: bool
 
     def store(self, row: Int64, column: Int32, values: cute.Tensor) -> None:
+        """Scale, round and store fp32 values of a row from `column` on; `row` is its byte address."""
         exact = convert.to_fp32(convert.to_bf16(values)) if self.via_bf16 else values
         memory.store_vector(row + Int64(column), convert.to_e4m3(exact, self.inverse_scale))
 
     def write(self, cache, slot, column, values, lane):
+        """As `store`, at a slot of the cache; `lane` is of no use here."""
         self.store(row_address(cache, slot), column, values)
 
 
@@ -68,6 +72,7 @@ class PackedRow:
 
     @cute.jit
     def write(self, cache, slot, column, values, lane):
+        """Quantise and store fp32 values of a slot from `column` on; the first of the lanes that share a group of 64 writes its scale."""
         lanes = cutlass.const_expr(SCALE_GROUP // cute.size(values))
         rounded = convert.to_bf16(values)
         page, offset = locate(cache, slot)

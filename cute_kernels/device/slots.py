@@ -7,9 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
+from cute_kernels.device import WARP
 from cute_kernels.device.memory import STREAM, at, base_address, load_vector
 
-WARP = cute.arch.WARP_SIZE
 INT32_MAX = 2**31 - 1
 
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint64
-from cutlass.cute.runtime import make_fake_tensor
 
-from cute_kernels.device.compaction import WARP, fill, store_as_they_stand, store_by_warp, store_by_warps
+from cute_kernels.device import WARP
+from cute_kernels.device.compaction import fill, store_as_they_stand, store_by_warp, store_by_warps
+from cute_kernels.device.fakes import fake_table, fake_vector
 from cute_kernels.device.memory import extent, in_range
 from cute_kernels.device.pdl import begin, end, fetch_parameters
 from cute_kernels.device.slots import (
@@ -67,6 +68,16 @@ class Outputs(NamedTuple):
     lengths: cute.Tensor | None
 
 
+class Work(NamedTuple):
+    """What a launch works on: its tensors, both pools, and the divisor of positions; None where the spec has no compressed part."""
+
+    inputs: Inputs
+    outputs: Outputs
+    window: Pool
+    compressed: Pool | None
+    ratio: Divisor | None
+
+
 class SparseIndices:
     """source       an `IdSource` value
     vector       entries of the widest access: 4 or 8
@@ -78,16 +89,14 @@ class SparseIndices:
         self.source, self.vector, self.length_base, self.pdl = source, vector, length_base, pdl
 
     @cute.jit
-    def launch(
-        self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, independent: Int32, stream
-    ):
+    def launch(self, work: Work, independent: Int32, stream):
         """Launch on `stream`: a block per row for few rows, a warp per row for many (host code inside a `@cute.jit` function)."""
-        rows = outputs.window.shape[0]
+        rows = work.outputs.window.shape[0]
         few = Int32(rows <= FEW_ROWS)
         if cutlass.const_expr(self.source == "none"):
             few = Int32(0)
         blocks = few * rows + (1 - few) * cute.ceil_div(rows, BLOCK_WARPS)
-        self.kernel(inputs, outputs, window, compressed, ratio, few, independent).launch(
+        self.kernel(work, few, independent).launch(
             grid=[blocks, 1, 1],
             block=[BLOCK_WARPS * WARP, 1, 1],
             min_blocks_per_mp=RESIDENT,
@@ -97,48 +106,30 @@ class SparseIndices:
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        inputs: Inputs,
-        outputs: Outputs,
-        window: Pool,
-        compressed: Pool | None,
-        ratio: Divisor | None,
-        few: Int32,
-        independent: Int32,
-    ):
+    def kernel(self, work: Work, few: Int32, independent: Int32):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(thread // WARP)
         lane = thread % WARP
 
-        fetch_parameters(self.pdl, thread, (inputs, outputs, window, compressed, ratio, few, independent))
+        fetch_parameters(self.pdl, thread, (work, few, independent))
         begin(self.pdl, independent)
         if few != 0:
             if cutlass.const_expr(self.source != "none"):
-                self.row_by_block(inputs, outputs, window, compressed, ratio, block, warp, lane)
+                self.row_by_block(work, block, warp, lane)
         else:
-            self.row_by_warp(inputs, outputs, window, compressed, ratio, block * BLOCK_WARPS + warp, lane)
+            self.row_by_warp(work, block * BLOCK_WARPS + warp, lane)
         end(self.pdl, independent)
 
     @cute.jit
-    def row_by_block(
-        self,
-        inputs: Inputs,
-        outputs: Outputs,
-        window: Pool,
-        compressed: Pool | None,
-        ratio: Divisor | None,
-        row: Int32,
-        warp: Int32,
-        lane: Int32,
-    ):
+    def row_by_block(self, work: Work, row: Int32, warp: Int32, lane: Int32):
         """Serve a row by the warps of a block: the last one has the window, the others share the ids."""
+        inputs, outputs = work.inputs, work.outputs
         warps = BLOCK_WARPS - 1
         ids = cute.make_rmem_tensor(cute.make_layout((self.vector, IDS_PER_LANE // self.vector)), Int32)
         ahead = cute.make_rmem_tensor(ids.layout, Int32)
         each = cute.size(ids) * WARP
-        columns = self.columns_of_ids(inputs, outputs, row)
+        columns = self.columns_of_ids(work, row)
         self.load_ids(inputs, row, warp * each, columns, lane, ids)
         position, request, slot = self.look(inputs, row)
         if cutlass.const_expr(inputs.ids is None):
@@ -147,19 +138,19 @@ class SparseIndices:
             self.load_ids(inputs, row, (warps + warp) * each, columns, lane, ahead)
         end, request = self.judge(inputs, position, request, slot)
         if warp == warps:
-            self.window_part(inputs, outputs, window, row, end, request, lane, False)
+            self.window_part(work, row, end, request, lane, False)
         else:
-            limit, columns = self.reach(inputs, outputs, compressed, ratio, end, request, columns)
+            limit, columns = self.reach(work, end, request, columns)
             gRow = outputs.compressed[row, None]
             entries = cute.make_rmem_tensor(ids.layout, Int32)
             words = cute.arch.alloc_smem(Int32, 2 * warps, alignment=4 * warps)
             sWords = cute.make_tensor(words, cute.make_layout((warps, 2)))
             count, filled, buffer = Int32(0), Int32(0), Int32(1)
             if columns > 0:  # the first batch by itself: it is mostly the only one
-                self.resolve(inputs, ids, limit, request, compressed, entries)
+                self.resolve(work, ids, limit, request, entries)
                 count, filled = store_by_warps(entries, gRow, Int32(0), count, filled, warp, warps, sWords[None, 0], lane)
             for first in cutlass.range(warps * each, columns, warps * each, unroll=1):
-                self.resolve(inputs, ahead, limit, request, compressed, entries)
+                self.resolve(work, ahead, limit, request, entries)
                 if first + warps * each < columns:
                     self.load_ids(inputs, row, first + (warps + warp) * each, columns, lane, ahead)
                 count, filled = store_by_warps(entries, gRow, first, count, filled, warp, warps, sWords[None, buffer], lane)
@@ -170,27 +161,26 @@ class SparseIndices:
                     outputs.lengths[row] = self.length_base + count
 
     @cute.jit
-    def row_by_warp(
-        self, inputs: Inputs, outputs: Outputs, window: Pool, compressed: Pool | None, ratio: Divisor | None, row: Int32, lane: Int32
-    ):
+    def row_by_warp(self, work: Work, row: Int32, lane: Int32):
         """Serve a row by one warp."""
+        inputs, outputs = work.inputs, work.outputs
         ids = cute.make_rmem_tensor(cute.make_layout((self.vector, IDS_PER_LANE // self.vector)), Int32)
         each = cute.size(ids) * WARP
         if row < outputs.window.shape[0]:
-            columns = self.columns_of_ids(inputs, outputs, row)
+            columns = self.columns_of_ids(work, row)
             self.load_ids(inputs, row, Int32(0), columns, lane, ids)
             position, request, slot = self.look(inputs, row)
             end, request = self.judge(inputs, position, request, slot)
-            self.window_part(inputs, outputs, window, row, end, request, lane, True)
+            self.window_part(work, row, end, request, lane, True)
             count, filled = Int32(0), Int32(0)
             if cutlass.const_expr(outputs.compressed is not None):
-                limit, columns = self.reach(inputs, outputs, compressed, ratio, end, request, columns)
+                limit, columns = self.reach(work, end, request, columns)
                 gRow = outputs.compressed[row, None]
                 ahead = cute.make_rmem_tensor(ids.layout, Int32)
                 for first in cutlass.range(0, columns, each, unroll=1):
                     if first + each < columns:
                         self.load_ids(inputs, row, first + each, columns, lane, ahead)
-                    count, filled = self.enter(inputs, ids, gRow, limit, request, compressed, first, count, filled, lane, True)
+                    count, filled = self.enter(work, ids, gRow, limit, request, first, count, filled, lane, True)
                     for i in cutlass.range_constexpr(cute.size(ids)):
                         ids[i] = ahead[i]
                 fill(gRow, cutlass.max(count, filled), lane, WARP, self.vector, True)
@@ -201,12 +191,11 @@ class SparseIndices:
     @cute.jit
     def enter(
         self,
-        inputs: Inputs,
+        work: Work,
         ids: cute.Tensor,
         gRow: cute.Tensor,
         limit: Int32,
         request: Int32,
-        pool: Pool,
         first: Int32,
         count: Int32,
         filled: Int32,
@@ -221,7 +210,7 @@ class SparseIndices:
         valid = Boolean(False)
         if cutlass.const_expr(hopeful):
             if count == first:
-                valid = self.resolve_valid(inputs, ids, limit, request, pool, entries)
+                valid = self.resolve_valid(work, ids, limit, request, entries)
         if valid:
             store_as_they_stand(entries, gRow, first, lane, "every", True)
             count = count + cute.size(ids) * WARP
@@ -232,9 +221,9 @@ class SparseIndices:
                     for i in cutlass.range_constexpr(self.vector):
                         part[i] = ids[i, chunk]
                     begin_at, more = first + chunk * self.vector * WARP, chunk + 1 < ids.shape[1]
-                    count, filled = self.enter(inputs, part, gRow, limit, request, pool, begin_at, count, filled, lane, more)
+                    count, filled = self.enter(work, part, gRow, limit, request, begin_at, count, filled, lane, more)
             else:
-                self.resolve(inputs, ids, limit, request, pool, entries)
+                self.resolve(work, ids, limit, request, entries)
                 count, filled = store_by_warp(entries, gRow, first, count, filled, lane, True)
         return count, filled
 
@@ -261,36 +250,28 @@ class SparseIndices:
         return Int32(cutlass.select_(real, end, Int32(0))), Int32(cutlass.select_(real, request, Int32(-1)))
 
     @cute.jit
-    def reach(self, inputs: Inputs, outputs: Outputs, pool: Pool, ratio: Divisor | None, end: Int32, request: Int32, columns: Int32):
+    def reach(self, work: Work, end: Int32, request: Int32, columns: Int32):
         """(ids below it are valid, columns of ids to look at) of a row."""
+        pool = work.compressed
         if cutlass.const_expr(self.source == "global"):
             limit = Int32(cutlass.select_(request >= 0, pool.capacity, Int32(0)))
         else:
-            limit = cutlass.min(ratio.quotient(end), pool.capacity)
+            limit = cutlass.min(work.ratio.quotient(end), pool.capacity)
         if cutlass.const_expr(self.source == "all_groups"):
-            limit = cutlass.min(limit, Int32(outputs.compressed.shape[1]))
+            limit = cutlass.min(limit, Int32(work.outputs.compressed.shape[1]))
             columns = limit
         return limit, Int32(cutlass.select_(limit == 0, Int32(0), columns))
 
     @cute.jit
-    def window_part(
-        self,
-        inputs: Inputs,
-        outputs: Outputs,
-        pool: Pool,
-        row: Int32,
-        end: Int32,
-        request: Int32,
-        lane: Int32,
-        streaming: cutlass.Constexpr,
-    ):
+    def window_part(self, work: Work, row: Int32, end: Int32, request: Int32, lane: Int32, streaming: cutlass.Constexpr):
         """Positions end-128 .. end-1 (from 0 on) through the block table, by one warp."""
+        outputs, pool = work.outputs, work.window
         ids = cute.make_rmem_tensor(cute.make_layout((WINDOW_VECTOR, 1)), Int32)
         entries = cute.make_rmem_tensor(ids.layout, Int32)
         start = cutlass.max(end - WINDOW, Int32(0))
         for i in cutlass.range_constexpr(WINDOW_VECTOR):
             ids[i] = start + lane * WINDOW_VECTOR + i
-        gRow, gPages = outputs.window[row, None], inputs.window_block_table[request, None]
+        gRow, gPages = outputs.window[row, None], work.inputs.window_block_table[request, None]
         limit = cutlass.min(end, pool.capacity)
         valid = cutlass.Boolean(False)
         if cutlass.const_expr(streaming):
@@ -307,12 +288,12 @@ class SparseIndices:
                 outputs.window_lengths[row] = count
 
     @cute.jit
-    def columns_of_ids(self, inputs: Inputs, outputs: Outputs, row: Int32) -> Int32:
+    def columns_of_ids(self, work: Work, row: Int32) -> Int32:
         """Ids to read of a row, never more than its table part has columns."""
-        columns = Int32(0)
-        if cutlass.const_expr(inputs.ids is not None):
-            if row < inputs.ids.shape[0]:
-                columns = cutlass.min(Int32(inputs.ids.shape[1]), Int32(outputs.compressed.shape[1]))
+        columns, given = Int32(0), work.inputs.ids
+        if cutlass.const_expr(given is not None):
+            if row < given.shape[0]:
+                columns = cutlass.min(Int32(given.shape[1]), Int32(work.outputs.compressed.shape[1]))
         return columns
 
     @cute.jit
@@ -326,50 +307,34 @@ class SparseIndices:
                     ids[i, chunk] = begin + (chunk * WARP + lane) * self.vector + i
 
     @cute.jit
-    def resolve(self, inputs: Inputs, ids: cute.Tensor, limit: Int32, request: Int32, pool: Pool, entries: cute.Tensor):
+    def resolve(self, work: Work, ids: cute.Tensor, limit: Int32, request: Int32, entries: cute.Tensor):
+        """Compressed entries of ids below `limit`, as `resolve_slots` and `resolve_rows` make them."""
         if cutlass.const_expr(self.source == "global"):
-            resolve_slots(ids, limit, pool, entries)
+            resolve_slots(ids, limit, work.compressed, entries)
         else:
-            resolve_rows(ids, limit, inputs.compressed_block_table[request, None], pool, entries)
+            resolve_rows(ids, limit, work.inputs.compressed_block_table[request, None], work.compressed, entries)
 
     @cute.jit
-    def resolve_valid(self, inputs: Inputs, ids: cute.Tensor, limit: Int32, request: Int32, pool: Pool, entries: cute.Tensor) -> Boolean:
+    def resolve_valid(self, work: Work, ids: cute.Tensor, limit: Int32, request: Int32, entries: cute.Tensor) -> Boolean:
         """As `resolve` if all ids of the warp are valid; else False."""
         if cutlass.const_expr(self.source == "global"):
             valid = all_below(ids, limit)
-            resolve_slots(ids, limit, pool, entries)
+            resolve_slots(ids, limit, work.compressed, entries)
         else:
-            valid = resolve_valid_rows(ids, limit, inputs.compressed_block_table[request, None], pool, entries)
+            valid = resolve_valid_rows(ids, limit, work.inputs.compressed_block_table[request, None], work.compressed, entries)
         return valid
 
 
 def fake_inputs(vector: int) -> dict[str, object]:
     """Fake arguments common to both families, by argument name; the symbols say which extents must agree."""
     requests = cute.sym_int()
-
-    def vector_of(dtype: type[cutlass.Numeric]) -> cute.Tensor:
-        return make_fake_tensor(dtype, (cute.sym_int(),), (1,), assumed_align=dtype.width // 8)
-
-    def block_table() -> cute.Tensor:
-        return make_fake_tensor(Int32, (requests, cute.sym_int()), (cute.sym_int64(), 1), assumed_align=4)
-
     fakes: dict[str, object] = {
-        "positions": vector_of(Int64),
-        "token_to_req": vector_of(Int32),
-        "window_block_table": block_table(),
-        "slots": vector_of(Int64),
+        "positions": fake_vector(cute.sym_int(), Int64),
+        "token_to_req": fake_vector(cute.sym_int()),
+        "window_block_table": fake_table(requests, cute.sym_int()),
+        "slots": fake_vector(cute.sym_int(), Int64),
         "ids": fake_table(cute.sym_int(), cute.sym_int(), vector),
-        "compressed_block_table": block_table(),
+        "compressed_block_table": fake_table(requests, cute.sym_int()),
     }
     numbers = ("window_pages", "window_page_rows", "window_span", "compressed_pages", "compressed_page_rows", "compressed_span", "ratio")
     return {**fakes, **dict.fromkeys((*numbers, "independent"), Int32(1))}
-
-
-def fake_table(rows: object, columns: object, vector: int) -> cute.Tensor:
-    """A fake int32 [rows, columns] whose rows all start aligned to `vector` entries."""
-    return make_fake_tensor(Int32, (rows, columns), (cute.sym_int64(divisibility=vector), 1), assumed_align=4 * vector)
-
-
-def fake_lengths(rows: object) -> cute.Tensor:
-    """A fake int32 [rows]."""
-    return make_fake_tensor(Int32, (rows,), (1,), assumed_align=4)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from cute_kernels.device import convert, pooling
+from cute_kernels.device import WARP, convert, pooling
 from cute_kernels.device.pooling import COLUMN_THREADS, COLUMNS
 from cute_kernels.kv_format import HEAD_DIM
 
@@ -59,12 +59,15 @@ class OneBlock:
         return 1, deal
 
     def launch_options(self, blocks) -> dict:
+        """Keyword arguments of the launch (host)."""
         return {}
 
     def share(self) -> Share:
+        """This block's share of a window."""
         return Share(0, 0)
 
     def allocate(self, array) -> Storage:
+        """Shared memory, made by `array(dtype, *shape)`."""
         parts = array(Float32, 3 * COLUMNS * self.threads) if self.threads * COLUMNS > HEAD_DIM else None
         return Storage(array(Float32, SUMS, 2), None, parts)
 
@@ -72,6 +75,7 @@ class OneBlock:
         """Nothing to prepare."""
 
     def owns(self, share: Share, tid: Int32) -> Boolean:
+        """Whether a thread finishes columns of the window."""
         return tid < COLUMN_THREADS
 
     def fold(self, storage: Storage, share: Share, partial: pooling.Partial, chunk, tid: Int32) -> None:
@@ -87,6 +91,7 @@ class OneBlock:
 
     @cute.jit
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
+        """The sum of squares of all columns; each thread hands in that of its group of `SUM_THREADS`."""
         slots = storage.totals[None, turn % 2]
         if (tid % SUM_THREADS == 0) & (tid // SUM_THREADS < SUMS):
             slots[tid // SUM_THREADS] = squares
@@ -238,6 +243,6 @@ class RowCluster:
         if (tid // SUM_THREADS < own) & (tid % SUM_THREADS < (Int32(1) << share.shift)):
             place = slots.iterator + (share.rank * own + tid // SUM_THREADS)
             cute.arch.store_async_dsmem(place, convert.bits_of(squares), barrier, tid % SUM_THREADS)
-        if tid < cutlass.max(self.owners(share), Int32(32)):
+        if tid < cutlass.max(self.owners(share), Int32(WARP)):
             cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
         return pooling.total_of(slots)

@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 
-from cute_kernels.device import memory
+from cute_kernels.device import WARP, memory
 from cute_kernels.kv_format import HEAD_DIM, ROPE_DIM
 
 END = 1  # flags of a note: no window follows
@@ -48,6 +48,7 @@ class WindowRing:
     goals: bool
 
     def allocate(self, array) -> Storage:
+        """Shared memory, made by `array(dtype, *shape)`."""
         return Storage(
             rows=array(Float32, HEAD_DIM, 2, self.rows, self.slots),
             rotation=array(Float32, ROPE_DIM, self.slots),
@@ -61,7 +62,7 @@ class WindowRing:
     def prepare(self, ring: Storage, tid: Int32):
         """Initialise the barriers; a barrier of the block must follow before their first use."""
         if tid < self.slots:
-            cute.arch.mbarrier_init(ring.full.iterator + tid, 32)
+            cute.arch.mbarrier_init(ring.full.iterator + tid, WARP)
             cute.arch.mbarrier_init(ring.empty.iterator + tid, self.readers)
         cute.arch.mbarrier_init_fence()
 

@@ -56,7 +56,8 @@ def decode(
     out         bf16 [T, >= num_heads, 512]
 
     Returns out[:, :num_heads]. A row without a valid key, and a row past step.num_tokens in a fresh `out`, is zero; lanes of -1 are masked
-    anywhere. `workspace`, `counters` and `backend` are accepted for the sake of one signature and ignored.
+    anywhere. `workspace`, `counters` and `backend` are accepted for the sake of one signature and ignored. The mathematics is in
+    docs/spec.md, "Attention". `InvalidArgument` for an entry that names no row of its pool.
     """
     heads = q.shape[1] if num_heads is None else num_heads
     if out is None:

@@ -15,7 +15,7 @@ _CHUNK_BYTES = 32 << 20
 
 
 def saved_mask(positions: torch.Tensor, seq_lens: torch.Tensor, ratio: int, policy: SavePolicy) -> torch.Tensor:
-    """`save_policy.is_saved` for int64 tensors of one shape."""
+    """`save_policy.is_saved` for int64 tensors of one shape: bool of the same shape. Source: docs/spec.md, "Compressor"."""
     if policy.every_row:
         return torch.ones_like(positions, dtype=torch.bool)
     last = ratio * ((positions + overlap(ratio)) // ratio) + ratio - 1
@@ -59,7 +59,7 @@ def compress_store(
     kv_cache           [pages, page rows, 512] bf16 or e4m3, or [pages, page rows, 584] uint8 (packed)
     seq_lens           int32 [requests], this step's rows included; needed unless every row is saved
 
-    The mathematics, rounding steps and padding rules are in docs/spec.md, "Compressor".
+    The mathematics, rounding steps and padding rules are in docs/spec.md, "Compressor". `InvalidArgument` where one argument needs another.
     """
     if not save.every_row and seq_lens is None:
         raise InvalidArgument("seq_lens", None, f"int32 [requests], needed by {save}")

@@ -28,7 +28,7 @@ def gather_upconvert(
     kv_scale          what the codes of an e4m3 cache are multiplied by
 
     Rows before the first start are left alone. A row whose position is negative or whose page is not in the table or not in the cache is
-    zero. Returns `out`.
+    zero. Returns `out`. The rules are in docs/spec.md, "Dense prefill".
     """
     fmt = gathered_format(cache)
     requests, (pages, page_rows) = block_table.shape[0], cache.shape[:2]
@@ -102,7 +102,8 @@ def convert_indices(
     out, counts         int32 [N, k] and [N] to write into
 
     An id that is negative, 2^31 - 1, past the block table or on a page outside the cache becomes -1; in a workspace row one whose sum
-    does not lie in [0, 2^31). Returns the slots int32 [N, k], or (slots, counts).
+    does not lie in [0, 2^31). Returns the slots int32 [N, k], or (slots, counts). The rules are in docs/spec.md, "Dense prefill".
+    `InvalidArgument` where ids and request map differ in length.
     """
     span = page_rows if block_stride_rows is None else block_stride_rows
     if token_to_req.shape[0] != ids.shape[0]:

@@ -47,6 +47,7 @@ def sparse_indices(
 
     Rows past the end of `token_to_req` or `slots`, and rows of a request outside the table, are padding: all -1, length 128 (combined)
     or 0. What makes an entry valid is in docs/spec.md, "Index tables"; invalid ones are dropped and the rest keep their order.
+    `InvalidArgument` where a source lacks an argument, or a size does not fit.
     """
     rows = positions.shape[0] if num_rows is None else num_rows
     if rows < positions.shape[0]:

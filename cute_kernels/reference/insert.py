@@ -35,7 +35,7 @@ def qkv_insert(
     q_scale    q is divided by it where q_dtype is e4m3; kv_scale likewise for full FP8 rows
 
     Returns q_out [N, padded_heads, 512] of `q_dtype` (bf16 or e4m3), zero in the heads past H. FP8 values of q and of full KV rows are
-    rounded once, from fp32, without a bf16 step.
+    rounded once, from fp32, without a bf16 step. The mathematics is in docs/spec.md, "Insert".
     """
     n, heads, dim = q.shape
     padded_heads = heads if padded_heads is None else padded_heads

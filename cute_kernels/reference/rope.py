@@ -14,7 +14,10 @@ _YARN_FAST, _YARN_SLOW = 32.0, 1.0
 
 
 def frequencies(theta: float, yarn: bool) -> torch.Tensor:
-    """The 32 angular frequencies (float64, radians per position) of base `theta`; `yarn` blends in those of a 16 times longer context."""
+    """The 32 angular frequencies (float64, radians per position) of base `theta`; `yarn` blends in those of a 16 times longer context.
+
+    Source: docs/spec.md, "Rotation".
+    """
     plain = theta ** (-torch.arange(0, ROPE_DIM, 2, dtype=torch.float64) / ROPE_DIM)
     if not yarn:
         return plain
@@ -31,7 +34,7 @@ def cos_sin_table(rows: int, *, ratio: int = 1, device: torch.device | str | Non
     """cos_sin fp32 [rows, 64] of a layer: row p is cos(p f_0) .. cos(p f_31), sin(p f_0) .. sin(p f_31).
 
     A window-only layer (`ratio=1`) uses base 10000. A compressed layer (4, 128) uses base 160000 with YaRN, for its queries and
-    uncompressed rows as well. Angles are computed in float64 and rounded once.
+    uncompressed rows as well. Angles are computed in float64 and rounded once. Source: docs/spec.md, "Rotation".
     """
     f = frequencies(10000.0, yarn=False) if ratio == 1 else frequencies(160000.0, yarn=True)
     angles = torch.arange(rows, dtype=torch.float64)[:, None] * f

@@ -4,8 +4,9 @@ import cutlass
 import cutlass.cute as cute
 
 from cute_kernels.compile.spec import SparseIndicesSpec
+from cute_kernels.device.fakes import fake_table, fake_vector
 from cute_kernels.device.slots import Divisor, Pool
-from cute_kernels.device.sparse_indices import Inputs, Outputs, SparseIndices, fake_inputs, fake_lengths, fake_table
+from cute_kernels.device.sparse_indices import Inputs, Outputs, SparseIndices, Work, fake_inputs
 from cute_kernels.kv_format import WINDOW
 
 
@@ -35,7 +36,7 @@ class CombinedTable:
         window = Pool.of(given["window_pages"], given["window_page_rows"], given["window_span"], block_table)
         inputs = Inputs.of(given)
         outputs = Outputs(window_part, None, compressed_part, given["lengths"])
-        self.kernel.launch(inputs, outputs, window, compressed, ratio, given["independent"], given["stream"])
+        self.kernel.launch(Work(inputs, outputs, window, compressed, ratio), given["independent"], given["stream"])
 
 
 def trace(spec: SparseIndicesSpec):
@@ -47,6 +48,6 @@ def trace(spec: SparseIndicesSpec):
     fakes = {
         **fake_inputs(vector),
         "table": fake_table(rows, cute.sym_int(divisibility=vector), vector),
-        "lengths": fake_lengths(rows),
+        "lengths": fake_vector(rows),
     }
     return CombinedTable(spec), [fakes[name] for name in spec.argument_names]

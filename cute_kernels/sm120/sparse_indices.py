@@ -4,8 +4,9 @@ import cutlass
 import cutlass.cute as cute
 
 from cute_kernels.compile.spec import SparseIndicesSpec
+from cute_kernels.device.fakes import fake_table, fake_vector
 from cute_kernels.device.slots import Divisor, Pool
-from cute_kernels.device.sparse_indices import WINDOW_VECTOR, Inputs, Outputs, SparseIndices, fake_inputs, fake_lengths, fake_table
+from cute_kernels.device.sparse_indices import WINDOW_VECTOR, Inputs, Outputs, SparseIndices, Work, fake_inputs
 from cute_kernels.kv_format import WINDOW
 
 
@@ -29,7 +30,7 @@ class Segments:
         window = Pool.of(given["window_pages"], page_rows, page_rows, given["window_block_table"])
         inputs = Inputs.of(given)
         outputs = Outputs(given["window_table"], given["window_lengths"], given.get("compressed_table"), given.get("compressed_lengths"))
-        self.kernel.launch(inputs, outputs, window, compressed, ratio, given["independent"], given["stream"])
+        self.kernel.launch(Work(inputs, outputs, window, compressed, ratio), given["independent"], given["stream"])
 
 
 def trace(spec: SparseIndicesSpec):
@@ -42,8 +43,8 @@ def trace(spec: SparseIndicesSpec):
     fakes = {
         **fake_inputs(vector),
         "window_table": fake_table(rows, WINDOW, WINDOW_VECTOR),
-        "window_lengths": fake_lengths(rows),
+        "window_lengths": fake_vector(rows),
         "compressed_table": fake_table(rows, cute.sym_int(divisibility=vector), vector),
-        "compressed_lengths": fake_lengths(rows),
+        "compressed_lengths": fake_vector(rows),
     }
     return Segments(spec), [fakes[name] for name in spec.argument_names]

@@ -98,9 +98,11 @@ class Groups:
         return agents, self.last[lanes]
 
     def commit(self, f: Fragment) -> None:
+        """Close the group that each thread has open."""
         self.committed[f.lanes] += 1
 
     def wait(self, f: Fragment, allowed: int) -> None:
+        """Threads have waited for all but the latest `allowed` of their groups."""
         over = np.maximum(self.committed[f.lanes] - allowed, self.over[f.lanes])
         news = np.minimum(over, self.last[f.lanes]) > self.over[f.lanes]
         if self.machine.races and news.any():
@@ -118,6 +120,7 @@ class CopyGroups(Groups):
         self.flying: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # lanes, places, bytes, groups
 
     def start(self, f: Fragment, place: np.ndarray, data: np.ndarray) -> None:
+        """Copies of `data` to `place`, one a thread, are on their way: their bytes count as unwritten until waited for."""
         agents, dates = self.add(f.lanes)
         if self.machine.races:
             self.machine.races.write(f, place, data.shape[1], by=agents, date=dates)
@@ -125,6 +128,7 @@ class CopyGroups(Groups):
         self.flying.append((f.lanes, place, data, dates))
 
     def wait(self, f: Fragment, allowed: int) -> None:
+        """As above; and what has been waited for lands."""
         super().wait(f, allowed)
         rest = []
         for lanes, place, data, group in self.flying:
@@ -136,6 +140,7 @@ class CopyGroups(Groups):
         self.flying = rest
 
     def wait_all(self, f: Fragment) -> None:
+        """Wait for every copy, those of the open group included."""
         self.commit(f)
         self.wait(f, 0)
 

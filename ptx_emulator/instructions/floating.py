@@ -85,7 +85,7 @@ def _mixed(kind: str, function: Function) -> Function:
     return run
 
 
-def _small(kind: str, operation: str, ftz: str, sat: str, relu: str) -> Function:
+def _small(kind: str, operation: str, sat: str, relu: str) -> Function:
     """bf16 and f16 arithmetic: exact in float64 or rounded to odd there, then rounded once."""
     fmt = _SMALL[kind]
 
@@ -138,7 +138,7 @@ def _float_operation(build: Build, ins: ptx.Instruction, operation: str) -> Step
         return elementwise(build, ins, [kind] * 2, kind, {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation])
     if kind in _SMALL and mode == "rn" and not ftz:
         width = "b32" if kind.endswith("x2") else "b16"
-        return elementwise(build, ins, [width] * count, width, _small(kind, operation, ftz, sat, relu))
+        return elementwise(build, ins, [width] * count, width, _small(kind, operation, sat, relu))
     raise m.unsupported()
 
 

@@ -38,6 +38,7 @@ class Modifiers:
         return found
 
     def type(self) -> str:
+        """The only type left; `UnsupportedInstruction` for more or none."""
         found = self.types()
         if len(found) != 1:
             raise self.unsupported("type expected")
@@ -52,9 +53,11 @@ class Modifiers:
         return kind
 
     def unsupported(self, what: str = "") -> UnsupportedInstruction:
+        """The error to raise for this instruction."""
         return UnsupportedInstruction(f"{self.ins.opcode}: {what or 'form not known'}", self.ins.line, self.ins.text)
 
     def finish(self, operands: int | Iterable[int] | None = None) -> None:
+        """`UnsupportedInstruction` where a modifier is left, or the number of operands is none of those given."""
         if self.rest:
             raise self.unsupported(f"modifier .{self.rest[0]} not known")
         if operands is not None:

@@ -14,6 +14,7 @@ _WIDE = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 
 
 def is_float(kind: str) -> bool:
+    """Whether a PTX type holds floating-point numbers."""
     return kind in ("f32", "f64", "f32x2", "f16", "f16x2", "bf16", "bf16x2")
 
 
@@ -28,6 +29,7 @@ def saturated(function: Function) -> Function:
 
 
 def add_sub(build: Build, ins: ptx.Instruction, function: Function) -> Step:
+    """add or sub on integers; .sat on s32."""
     m = Modifiers(ins)
     kind, sat = m.type(), m.take("sat")
     if kind not in INTEGERS or (sat and kind != "s32"):
@@ -55,6 +57,7 @@ def high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def mul(build: Build, ins: ptx.Instruction) -> Step:
+    """mul on integers: .lo, .hi or .wide."""
     m = Modifiers(ins)
     kind, part = m.type(), m.take("lo", "hi", "wide")
     m.finish(3)
@@ -71,6 +74,7 @@ def mul(build: Build, ins: ptx.Instruction) -> Step:
 
 
 def mad(build: Build, ins: ptx.Instruction) -> Step:
+    """mad on integers: .lo, .hi or .wide."""
     m = Modifiers(ins)
     kind, part = m.type(), m.take("lo", "hi", "wide")
     m.finish(4)
@@ -110,6 +114,7 @@ def _magnitude(a: np.ndarray) -> np.ndarray:
 
 
 def integer_div(build: Build, ins: ptx.Instruction) -> Step:
+    """div on integers."""
     kind = Modifiers(ins).only_type(3, INTEGERS)
     return elementwise(build, ins, [kind, kind], kind, _quotient)
 
@@ -121,6 +126,7 @@ def _rem(build: Build, ins: ptx.Instruction) -> Step:
 
 
 def integer_min_max(build: Build, ins: ptx.Instruction, function: Function) -> Step:
+    """min or max on integers; .relu on s32."""
     m = Modifiers(ins)
     relu, kind = m.take("relu"), m.type()
     m.finish(3)
@@ -130,6 +136,7 @@ def integer_min_max(build: Build, ins: ptx.Instruction, function: Function) -> S
 
 
 def integer_sign(build: Build, ins: ptx.Instruction, function: Function) -> Step:
+    """neg or abs on signed integers."""
     kind = Modifiers(ins).only_type(2, ("s16", "s32", "s64"))
     return elementwise(build, ins, [kind], kind, function)
 

@@ -98,6 +98,7 @@ class Access:
             build.shared_granule = min(build.shared_granule, self.width)
 
     def elements(self, operand: ptx.Operand) -> list[ptx.Operand]:
+        """The operands that are moved, as many as the vector has; `UnsupportedInstruction` for another number."""
         items: list[ptx.Operand] = list(operand.items) if isinstance(operand, ptx.Vector) else [operand]
         if len(items) != self.count:
             raise UnsupportedInstruction(f"{self.ins.opcode}: {len(items)} elements", self.ins.line, self.ins.text)
@@ -197,7 +198,7 @@ def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list
         if machine.races and place.shape[0] > 1:
             index = place >> (width.bit_length() - 1)
             now = [machine.shared.views[width][index + k] for k in range(len(values))]
-            machine.races.same_value(f, place, now, values)
+            machine.races.same_value(place, now, values)
     elif space == "local":
         machine.local.store(f, address, width, values)
     elif space == "generic":

@@ -23,7 +23,7 @@ def _bar(build: Build, ins: ptx.Instruction) -> Collective:
             raise m.unsupported()
         return warp_barrier(build, ins, m)
     if m.take("cluster"):
-        return _cluster(ins, m)
+        return _cluster(m)
     aligned = ins.base == "bar"
     m.take("cta")
     action = m.take("sync", "arrive", "red")
@@ -75,7 +75,7 @@ def _bar(build: Build, ins: ptx.Instruction) -> Collective:
     return run
 
 
-def _cluster(ins: ptx.Instruction, m: Modifiers) -> Collective:
+def _cluster(m: Modifiers) -> Collective:
     action = m.take("arrive", "wait")
     order = m.take(*(("release", "relaxed") if action == "arrive" else ("acquire",)))
     aligned = bool(m.take("aligned"))
@@ -111,6 +111,7 @@ def shared_places(f: Fragment, address: np.ndarray, generic: bool) -> np.ndarray
 
 
 def state_token(place: int, phase: int) -> int:
+    """The 64-bit state that an arrival returns: phase and place of the mbarrier."""
     return (phase << 40) | (place & 0xFFFFFFFFFF)
 
 

@@ -421,9 +421,9 @@ def test_host_times_have_a_row_bound_and_unbound(monkeypatch: pytest.MonkeyPatch
     quiet = iter((9.0, 7.0, *[8.0] * (2 * host.ROUNDS)))
     monkeypatch.setattr(host, "yardsticks", lambda: {"nothing": lambda: None})
     monkeypatch.setattr(host, "cases", lambda: iter([case]))
-    monkeypatch.setattr(host, "calls_of", lambda _: [lambda: None] * len(host.COLUMNS))
+    monkeypatch.setattr(host, "calls_of", lambda _: [lambda: None] * len(host.Times._fields))
     monkeypatch.setattr(host, "microseconds", lambda *calls: [next(quiet)] * len(calls))
-    monkeypatch.setattr(host, "in_own_process", host.figures)
+    monkeypatch.setattr(host, "in_own_process", host.measure)
     rows = list(kernels.host_rows())
     assert [(r.case, r.microseconds, r.met) for r in rows] == [
         ("for comparison: nothing", 8.0, ""),

@@ -253,7 +253,6 @@ def unbacked(value: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ..
     return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
 
 
-VIOLATION_IDS = {"ids": lambda v: v.replace(" ", "-")}
 SM100_VIOLATIONS = {
     "row pitch": ("swa_kv_cache", lambda t: restrided(t, t.stride(0) * 2, 1024, 1024, 1)),
     "page stride": ("compressed_kv_cache", lambda t: restrided(t, t.shape[2] * 512 + 256, 512, 512, 1)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 F64 = np.ndarray
-ROW_VALUES = 512
 NOPE = 448
 GROUP = 64
 ROW_BYTES = {"bf16": 1024, "fp8": 512, "fp8_ds_mla": 584}

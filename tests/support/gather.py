@@ -285,7 +285,7 @@ def make_convert_case(
         chosen = rng.integers(-2, len(starts) + (2 if garbage else 0), rows).astype(np.int32)
         prefills = torch.from_numpy(chosen)
     return ConvertCase(
-        ids=torch.from_numpy(raw)[:, :k],
+        ids=torch.tensor(raw)[:, :k],  # a copy: torch aligns it to 64 bytes, NumPy to 16, and the width of accesses follows
         token_to_req=torch.from_numpy(req),
         block_table=torch.from_numpy(wide)[:, :columns],
         page_rows=page_rows,
