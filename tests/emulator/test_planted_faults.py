@@ -91,7 +91,7 @@ REVERSE_FAULTS = [
         "barrier mismatch",
         "96",
     ),
-    ("count of no whole warps", "bar.sync 0;", "bar.sync 1, 50;", "barrier mismatch", "50"),
+    ("count of no whole warps", "bar.sync 0;", "bar.sync 1, 50;", "barrier mismatch", "50 is no multiple of the warp size"),
     ("trap", "DONE:", "trap;\nDONE:", "trap", ""),
 ]
 

@@ -5,6 +5,8 @@ Beside each stands a right kernel that differs from it in that alone.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -39,7 +41,7 @@ def kernel(body: str, shared: int = 144) -> str:
     return entry(".param .u64 y", HEAD + body, shared)
 
 
-def fault_of(text: str, **options: int) -> KernelFault:
+def fault_of(text: str, **options: Any) -> KernelFault:
     with pytest.raises(KernelFault) as caught:
         run_vector(text, **options)
     return caught.value
