@@ -25,7 +25,9 @@ _SHARED = 32 << 20  # bytes of shared memory held at once
 class Result:
     """What a launch did. `lines` maps each PTX line of an instruction to (times executed, threads).
 
-    accesses  with `statistics`: PTX line of each global load and store -> (warps, 32-byte sectors they touched, bytes)
+    A guarded instruction is executed by those threads whose predicate holds; a guarded branch by all.
+
+    accesses  with `statistics`: PTX line of each global access -> (warps, 32-byte sectors they touched, bytes)
     warps     with `statistics`: PTX line of each instruction -> warps that executed it, with any number of lanes
     races, pdl, independent, read_only, owned, unwritten
               what could be judged: races; waiting, as launched with PDL, and if independent only that some block does so before it
@@ -135,7 +137,7 @@ def run_ptx(
         cluster = program.kernel.directives.get("reqnctapercluster", 1)
     launch = Launch(_three(grid), _three(block), _three(cluster), dynamic_shared, parameters, pdl, approximation, check_races, independent)
     _check(program, launch, shared_limit)
-    runs, lanes, warps = (np.zeros(len(program.blocks), np.int64) for _ in range(3))
+    runs, lanes, warps = (np.zeros(program.counted, np.int64) for _ in range(3))
     counters = Counters(runs, lanes, warps)
     counters.accesses = {} if statistics else None
     constants = _constants(program)
@@ -220,12 +222,13 @@ def _result(program: Program, counters: Counters, launch: Launch, buffers: Seque
     opcodes: dict[str, int] = {}
     warps: dict[int, int] = {}
     for block in program.blocks:
-        runs, lanes = int(counters.runs[block.index]), int(counters.lanes[block.index])
-        for ins in block.instructions:
+        for position, ins in enumerate(block.instructions):
+            counter = block.guarded.get(position, block.index)
+            runs, lanes = int(counters.runs[counter]), int(counters.lanes[counter])
             before = lines.get(ins.line, (0, 0))
             lines[ins.line] = (before[0] + runs, before[1] + lanes)
             texts[ins.line] = ins.text
-            warps[ins.line] = warps.get(ins.line, 0) + int(counters.warps[block.index])
+            warps[ins.line] = warps.get(ins.line, 0) + int(counters.warps[counter])
             opcodes[ins.base] = opcodes.get(ins.base, 0) + lanes
     accesses = {line: (row[0], row[1], row[2]) for line, row in sorted((counters.accesses or {}).items())}
     return Result(

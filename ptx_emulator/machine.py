@@ -60,7 +60,9 @@ class Launch:
 
 @dataclass
 class Counters:
-    """Per basic block: how often it ran, and for how many threads; bytes moved; and on demand warps and every global access."""
+    """Per basic block, and behind those per guarded instruction (`Block.guarded`): how often it ran, and for how many threads; bytes
+    moved; and on demand warps and every global access.
+    """
 
     runs: np.ndarray
     lanes: np.ndarray
@@ -69,16 +71,23 @@ class Counters:
     stored: int = 0
     accesses: dict[int, list[int]] | None = None  # PTX line -> [warps, 32-byte sectors, bytes]
 
-    def access(self, line: int, f: Fragment, address: np.ndarray, nbytes: int) -> None:
-        """Count the sectors that each warp touches with an access of `nbytes` a thread."""
+    def run(self, index: int, f: Fragment) -> None:
+        """A fragment executes a block, or a guarded instruction."""
+        self.runs[index] += 1
+        self.lanes[index] += f.n
+        if self.accesses is not None:
+            self.warps[index] += np.unique(f.lanes // 32).size
+
+    def access(self, line: int, lanes: np.ndarray, address: np.ndarray, nbytes: int) -> None:
+        """Count the sectors that each warp touches with an access of these lanes, of `nbytes` in all."""
         if self.accesses is None:
             return
-        warps = f.lanes.astype(np.uint64) // np.uint64(32)
+        warps = lanes.astype(np.uint64) // np.uint64(32)
         sectors = np.broadcast_to(address >> np.uint64(5), warps.shape)
         row = self.accesses.setdefault(line, [0, 0, 0])
         row[0] += int(np.unique(warps).size)
         row[1] += int(np.unique((warps << np.uint64(44)) ^ sectors).size)
-        row[2] += nbytes * f.n
+        row[2] += nbytes
 
     def bulk(self, line: int, address: int, nbytes: int) -> None:
         """Count one bulk copy, as of a warp."""
@@ -223,10 +232,7 @@ class Machine:
 
     def _run_block(self, f: Fragment, block: Block) -> None:
         index = block.index
-        self.counters.runs[index] += 1
-        self.counters.lanes[index] += f.n
-        if self.counters.accesses is not None:
-            self.counters.warps[index] += np.unique(f.lanes // 32).size
+        self.counters.run(index, f)
         step_index = 0
         try:
             if block.collective is not None:

@@ -65,6 +65,7 @@ class Block:
     """A basic block: `steps`, or one `collective`; then a branch on `condition` to `target`, else on to the next block.
 
     `ends` marks blocks whose last act is to leave the kernel. `table` holds the targets of an indexed branch on slot `condition`.
+    `guarded` counts apart, by its position in the block, each instruction that runs for those alone whose predicate holds.
     """
 
     index: int
@@ -78,6 +79,7 @@ class Block:
     falls: bool = True
     ends: bool = False
     trap: bool = False
+    guarded: dict[int, int] = field(default_factory=dict)
     reads: int = 0
     writes: int = 0
     live_in: list[int] = field(default_factory=list)
@@ -255,6 +257,7 @@ class Program:
         self.kernel = kernel
         self.build = Build(kernel, module)
         self.blocks = self._split()
+        self.counted = len(self.blocks)  # and guarded instructions
         for block in self.blocks:
             self._compile(block)
         self._liveness()
@@ -361,7 +364,9 @@ class Program:
             step = _OPCODES[base](build, ins)
             if ins.guard is not None:
                 reads, writes = sorted(build.reads | {WAITED}), sorted(build.writes)
-                step = guarded_step(step, build.source(ins.guard, "pred", ins), ins.negated, reads, writes)
+                block.guarded[len(block.steps)] = self.counted
+                step = guarded_step(step, build.source(ins.guard, "pred", ins), ins.negated, reads, writes, self.counted)
+                self.counted += 1
             block.steps.append(step)
             account(ins.guard is not None)
         else:
@@ -391,20 +396,22 @@ class Program:
             b.live_in = [i for i in range(bits.bit_length()) if bits >> i & 1]
 
 
-def guarded_step(step: Step, predicate: int, negated: bool, reads: list[int], writes: list[int]) -> Step:
-    """`@p step`: runs it on the lanes where the predicate holds and writes their results back."""
+def guarded_step(step: Step, predicate: int, negated: bool, reads: list[int], writes: list[int], counter: int) -> Step:
+    """`@p step`: runs it on the lanes where the predicate holds and writes their results back; it counts as `counter`."""
 
     def run(f: Fragment) -> None:
         mask = f.regs[predicate]
         if negated:
             mask = ~mask
         if mask.all():
+            f.machine.counters.run(counter, f)
             step(f)
             return
         if not mask.any():
             return
         index = np.flatnonzero(mask)
         part = f.take(index, reads, f.pc)
+        f.machine.counters.run(counter, part)
         with faults_of(part):
             step(part)
         n = f.n

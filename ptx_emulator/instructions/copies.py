@@ -74,6 +74,9 @@ def _cp(build: Build, ins: ptx.Instruction) -> Step:
                 bytewise = addresses[i] + np.arange(sizes[i], dtype=U64)
                 data[i, : sizes[i]] = machine.memory.load(bytewise, 1, 1, machine.global_races, np.repeat(f.lanes[i], sizes[i]))[0]
         machine.counters.loaded += int(sizes.sum())
+        some = np.flatnonzero(sizes)
+        if some.size:
+            machine.counters.access(ins.line, f.lanes[some], addresses[some], int(sizes.sum()))
         machine.copies.start(f, machine.shared.place(f, targets, size)[0], data)
 
     return run

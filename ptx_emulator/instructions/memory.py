@@ -144,7 +144,7 @@ def load(f: Fragment, space: str, address: np.ndarray, width: int, count: int, l
     if space == "global":
         check_waited(f)
         machine.counters.loaded += width * count * f.n
-        machine.counters.access(line, f, address, width * count)
+        machine.counters.access(line, f.lanes, address, width * count * f.n)
         if manner.strong and machine.global_races:
             machine.global_races.observe(f.lanes, address, manner)
         return machine.memory.load(address, width, count, machine.global_races, f.lanes, manner)
@@ -185,7 +185,7 @@ def store(f: Fragment, space: str, address: np.ndarray, width: int, values: list
     if space == "global":
         check_waited(f)
         machine.counters.stored += width * len(values) * f.n
-        machine.counters.access(line, f, address, width * len(values))
+        machine.counters.access(line, f.lanes, address, width * len(values) * f.n)
         if address.shape[0] == 1 and f.n > 1:
             address = np.broadcast_to(address, (f.n,))
         if manner.strong and machine.global_races:
@@ -385,6 +385,7 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
         check_waited(f)
         machine.counters.loaded += width * f.n
         machine.counters.stored += width * f.n
+        machine.counters.access(ins.line, f.lanes, places, width * f.n)
         races = machine.global_races
         for i in range(f.n):
             place, lane = places[i : i + 1], f.lanes[i : i + 1]

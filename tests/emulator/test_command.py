@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from cute_kernels import ops
 from cute_kernels.compile.spec import SPEC_TYPES
-from ptx_emulator import KernelFault, Memory
+from cute_kernels.indices import IdSource
+from ptx_emulator import KernelFault, Memory, Result, run_ptx
 from ptx_emulator.__main__ import main
-from ptx_emulator.report import checked
+from ptx_emulator.report import checked, instruction_classes, report
 from tests.emulator import cases, small_kernels
 from tests.emulator.emulated import emulated
-from tests.support.gather import make_convert_case
+from tests.support.gather import make_convert_case, make_gather_case
+from tests.support.index_case import make_index_case
+from tests.support.steps import Request
 
 
 @pytest.mark.parametrize("target", ["sm_100a", "sm_120a"])
@@ -73,6 +78,57 @@ def test_counts_of_a_small_kernel() -> None:
     assert 3 * 200 / 32 <= load[1] <= 3 * (200 / 32 + 3)
     assert result.opcodes["bar"] == 192
     assert {n for line, n in result.warps.items() if "bar.sync" in result.texts[line]} == {6}
+
+
+def accesses_by_opcode(result: Result) -> dict[str, tuple[int, int, int]]:
+    return {result.texts[line].split()[0].partition(".")[0]: row for line, row in result.accesses.items()}
+
+
+def test_a_guarded_instruction_counts_for_those_whose_predicate_holds() -> None:
+    body = """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mul.wide.u32 %l2, %r1, 4;
+    add.s64 %l2, %l1, %l2;
+    setp.lt.u32 %p1, %r1, 40;
+    setp.gt.u32 %p2, %r1, 1000;
+    @%p1 st.global.b32 [%l2], %r1;
+    @%p2 st.global.b32 [%l1+99999], %r1;
+    @%p2 bra END;
+    @!%p2 add.s32 %r2, %r1, 1;
+END:
+    """
+    memory, text = Memory(), small_kernels.entry(".param .u64 y", body)
+    result = run_ptx(text, 2, 64, [memory.add_array("y", np.zeros(64, np.int32))], memory, statistics=True)
+    lines = {result.texts[line]: (*counts, result.warps[line]) for line, counts in result.lines.items()}
+    assert lines["@%p1 st.global.b32 [%l2], %r1"] == (1, 80, 4)
+    assert lines["@%p2 st.global.b32 [%l1+99999], %r1"] == (0, 0, 0)
+    assert lines["@%p2 bra END"] == lines["@!%p2 add.s32 %r2, %r1, 1"] == (1, 128, 4)
+    assert [result.texts[line] for line in result.never] == ["@%p2 st.global.b32 [%l1+99999], %r1"]
+    assert instruction_classes([result])["memory"] == 128 + 80 and result.opcodes["st"] == 80
+    assert "never executed in this case: 1" in report([result])
+
+
+def test_copies_and_atomics_stand_in_the_table_of_accesses() -> None:
+    """Each of 64 threads copies four bytes, or less, and adds to one of eight words."""
+    sized = "and.b32 %r7, %r1, 1;\nshl.b32 %r7, %r7, 2;\ncp.async.ca.shared.global [%r4], [%l4], 4, %r7;"
+    adds = "and.b64 %l6, %l3, 28;\nadd.s64 %l6, %l1, %l6;\nred.global.add.u32 [%l6], 1;\natom.add.u32 %r9, [%l6], 1;\n"
+    plain = small_kernels.ASYNC.replace("bar.sync 0;", adds + "bar.sync 0;").replace("st.global.b32 [%l5], %r6;", "")
+    for text, copied in ((plain, 256), (plain.replace("cp.async.ca.shared.global [%r4], [%l4], 4;", sized), 128)):
+        memory, x, y = Memory(), torch.arange(64, dtype=torch.int32), torch.zeros(64, dtype=torch.int32)
+        parameters = [memory.add_tensor("y", y), memory.add_tensor("x", x, writable=False)]
+        found = accesses_by_opcode(run_ptx(text, 1, 64, parameters, memory, statistics=True))
+        assert found == {"cp": (2, 8, copied), "red": (2, 2, 256), "atom": (2, 2, 256)}
+        assert y[:8].tolist() == [16] * 8
+
+
+def test_figures_are_those_of_aligned_allocations() -> None:
+    """The tensors of the cases begin where a sector does, as those of a GPU do: else two runs would differ."""
+    indices = make_index_case([Request(30, 5), Request(7, 1)], source=IdSource.LOCAL, ratio=4, k=24)
+    gathered, converted = make_gather_case([3, 9], kv_format="fp8_inline"), make_convert_case(4, 5, 40, prefill=True)
+    for case in (indices, gathered, converted):
+        tensors = [t for t in vars(case).values() if isinstance(t, torch.Tensor)]
+        assert len(tensors) > 2 and all(t.untyped_storage().data_ptr() % 64 == 0 for t in tensors)
 
 
 def test_a_fault_names_the_ptx_file() -> None:

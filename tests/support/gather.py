@@ -128,15 +128,15 @@ def make_gather_case(
     wide[:, :columns] = table
     starts = lead + np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     dtype = torch.float8_e4m3fn if kv_format == "fp8" else torch.uint8
-    cache = torch.from_numpy(storage).view(dtype).as_strided((pages, page_rows, row), (page_stride, row, 1), base)
+    cache = torch.tensor(storage).view(dtype).as_strided((pages, page_rows, row), (page_stride, row, 1), base)
     return GatherCase(
         kv_format=kv_format,
         cache=cache,
         base=base,
         page_stride=page_stride,
-        block_table=torch.from_numpy(wide)[:, : columns - 1 if stale and columns > 1 else columns],
-        workspace_starts=torch.from_numpy(starts if one_more_start else starts[:-1].copy()),
-        seq_starts=torch.from_numpy(first.astype(np.int32)) if seq_starts else None,
+        block_table=torch.tensor(wide)[:, : columns - 1 if stale and columns > 1 else columns],
+        workspace_starts=torch.tensor(starts if one_more_start else starts[:-1]),
+        seq_starts=torch.tensor(first.astype(np.int32)) if seq_starts else None,
         kv_scale=0.37 if kv_format == "fp8" else None,
         rows=lead + sum(lengths),
     )
@@ -281,13 +281,13 @@ def make_convert_case(
         req[rng.random(rows) < 0.1] = rng.choice([-1, requests, 2**31 - 1, -(2**31)])
     starts, prefills = None, None
     if prefill:
-        starts = torch.from_numpy(np.array([*rng.integers(0, 5000, requests), 2**31 - 40, -30], dtype=np.int32))
+        starts = torch.tensor(np.array([*rng.integers(0, 5000, requests), 2**31 - 40, -30], dtype=np.int32))
         chosen = rng.integers(-2, len(starts) + (2 if garbage else 0), rows).astype(np.int32)
-        prefills = torch.from_numpy(chosen)
+        prefills = torch.tensor(chosen)
     return ConvertCase(
         ids=torch.tensor(raw)[:, :k],  # a copy: torch aligns it to 64 bytes, NumPy to 16, and the width of accesses follows
-        token_to_req=torch.from_numpy(req),
-        block_table=torch.from_numpy(wide)[:, :columns],
+        token_to_req=torch.tensor(req),
+        block_table=torch.tensor(wide)[:, :columns],
         page_rows=page_rows,
         block_stride_rows=span,
         pages=count if pages else None,

@@ -161,7 +161,7 @@ def make_index_case(
             t[bad] = rng.choice([-1, -(2**31), 2**31 - 1, pages], size=int(bad.sum()))
         wide = np.full((len(requests), columns + 5), 0x7FFFFFFF, dtype=np.int32)
         wide[:, :columns] = t
-        return torch.from_numpy(wide)[:, : columns - 1 if stale_blocks and columns > 1 else columns], pages
+        return torch.tensor(wide)[:, : columns - 1 if stale_blocks and columns > 1 else columns], pages
 
     window_table, window_pages = table(window_rows, longest)
     window = PoolGeometry(window_pages, window_rows, int(np.ceil(window_rows * span_factor)))
