@@ -9,29 +9,21 @@ import numpy as np
 import pytest
 
 from ptx_emulator import KernelFault, Memory, machine, run_ptx
+from tests.emulator.small_global_kernels import HANDOVER, OVERWRITE, SWAP, run_handover, run_swap
 from tests.emulator.small_kernels import (
     ARRIVE,
     ASYNC,
     BULK,
     BULK_STORE,
-    CHAIN,
     EXCHANGE,
-    HANDOVER,
     LANES,
-    LAST,
-    OVERWRITE,
     RING,
     SEND,
     SIGNAL,
-    SWAP,
     entry,
     run_bulk_store,
-    run_chain,
     run_copy,
-    run_handover,
-    run_last,
     run_ring,
-    run_swap,
     run_vector,
 )
 
@@ -460,108 +452,6 @@ def test_fault_of_order_is_named(case: Case) -> None:
     assert case.part in str(caught.value)
 
 
-SET, POLL = "st.release.gpu.global.b32 [%l2+128], 1;", "ld.acquire.gpu.global.b32 %r4, [%l2+128];"
-ADD, LOOK = "red.release.gpu.global.add.u32 [%l2+128], 1;", "atom.acquire.gpu.global.or.b32 %r4, [%l2+128], 0;"
-
-
-WIDE = "fence.acq_rel.gpu;"
-SET_LATE, POLL_EARLY = f"{WIDE}\nst.relaxed.gpu.global.b32 [%l2+128], 1;", "ld.relaxed.gpu.global.b32 %r4, [%l2+128];"
-COUNT = f"{WIDE}\natom.add.global.u32 %r5, [%l2], 1;\n{WIDE}"
-
-
-@pytest.mark.parametrize(
-    ("write", "read"),
-    [
-        (SET, POLL),
-        (ADD, LOOK),
-        (ADD.replace(".global", ""), POLL),
-        (SET.replace(".global", ""), POLL),
-        (SET_LATE, f"{POLL_EARLY}\n{WIDE}"),
-        (SET_LATE.replace("acq_rel", "release"), f"{POLL_EARLY}\nfence.acquire.gpu;"),
-        ("membar.gl;\nst.volatile.global.b32 [%l2+128], 1;", "ld.volatile.global.b32 %r4, [%l2+128];\nmembar.gl;"),
-    ],
-)
-def test_blocks_may_communicate(write: str, read: str) -> None:
-    assert (run_handover(changed(HANDOVER, (SET, write), (POLL, read))) == np.arange(5, 37)).all()
-
-
-@pytest.mark.parametrize(
-    ("write", "read"),
-    [
-        (SET.replace("release", "relaxed"), POLL),
-        (SET, POLL_EARLY),
-        (SET_LATE, POLL_EARLY),
-        (SET_LATE.replace("acq_rel", "acquire"), POLL),
-        (SET_LATE.replace(".gpu;", ".cta;"), POLL),
-        (SET.replace("gpu", "cta"), POLL),
-        (SET, POLL.replace("gpu", "cta")),
-        (SET, f"{POLL_EARLY}\nfence.release.gpu;"),
-        (f"st.relaxed.gpu.global.b32 [%l2+128], 1;\n{WIDE}", POLL),
-        (SET, f"{WIDE}\n{POLL_EARLY}"),
-    ],
-)
-def test_blocks_communicate_by_release_and_acquire(write: str, read: str) -> None:
-    with pytest.raises(KernelFault, match="reads what thread"):
-        run_handover(changed(HANDOVER, (SET, write), (POLL, read)))
-
-
-def test_the_last_block_knows_of_all() -> None:
-    sums = np.r_[0, 3 * np.arange(64) + 192]
-    assert (run_last(LAST) == sums).all()
-    assert (run_last(changed(LAST, (COUNT, "atom.add.acq_rel.gpu.global.u32 %r5, [%l2], 1;"))) == sums).all()
-    assert (run_chain(CHAIN) == 100 + np.arange(5)).all()
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (COUNT, COUNT.replace(WIDE, "", 1)),  # what the others left is not released
-        (COUNT, COUNT.removesuffix(WIDE)),  # nor acquired
-        ("bar.sync 0;\nsetp.ne.u32 %p1", "setp.ne.u32 %p1"),  # what the other warp left is not behind the count
-        ("COUNTED:\nbar.sync 0;", "COUNTED:"),  # the other warp does not know of it
-        ("add.global", "add.cta.global"),
-    ],
-)
-def test_the_last_block_does_not_know_of_all(old: str, new: str) -> None:
-    with pytest.raises(KernelFault) as caught:
-        run_last(changed(LAST, (old, new)))
-    assert "race" in caught.value.check or caught.value.check == "uninitialised read", caught.value
-
-
-def test_a_chain_of_blocks_with_a_link_missing() -> None:
-    relaxed = changed(
-        CHAIN, ("WAIT:", f"WAIT:\nsetp.eq.u32 %p4, %r2, 2;\n@%p4 {POLL_EARLY}\n@%p4 bra SEEN;"), ("[%l2+124];", "[%l2+124];\nSEEN:")
-    )
-    relaxed = relaxed.replace("@%p4 ld.relaxed.gpu.global.b32 %r4, [%l2+128];", "@%p4 ld.relaxed.gpu.global.b32 %r3, [%l2+124];")
-    with pytest.raises(KernelFault, match=r"reads what thread \(0, 0, 0\) of block \(0, 0, 0\) writes"):
-        run_chain(relaxed)
-
-
-def test_a_cluster_barrier_orders_global_memory() -> None:
-    body = """
-    ld.param.b64 %l1, [y];
-    mov.u32 %r1, %tid.x;
-    mov.u32 %r2, %ctaid.x;
-    mad.lo.s32 %r3, %r2, 32, %r1;
-    mul.wide.u32 %l2, %r3, 4;
-    add.s64 %l2, %l1, %l2;
-    st.global.b32 [%l2], %r3;
-    barrier.cluster.arrive.aligned;
-    barrier.cluster.wait.aligned;
-    xor.b32 %r4, %r3, 32;
-    mul.wide.u32 %l3, %r4, 4;
-    add.s64 %l3, %l1, %l3;
-    ld.global.b32 %r5, [%l3];
-    st.global.b32 [%l2+512], %r5;
-    """
-    text = entry(".param .u64 y", body)
-    assert (run_vector(text, threads=32, grid=4, cluster=2, count=256)[128:] == np.arange(128) ^ 32).all()
-    with pytest.raises(KernelFault, match="reads what thread"):
-        run_vector(changed(text, ("%r3, 32;\nmul.wide.u32 %l3", "%r3, 64;\nmul.wide.u32 %l3")), threads=32, grid=4, cluster=2, count=256)
-    with pytest.raises(KernelFault, match="reads what thread"):
-        run_vector(changed(text, ("cluster.arrive.aligned", "cluster.arrive.relaxed.aligned")), threads=32, grid=4, cluster=2, count=256)
-
-
 def test_lanes_meet_those_who_name_the_same_lanes() -> None:
     """Half a warp among itself, then the whole: the second half waits until the first half names it, too."""
     body = """
@@ -617,33 +507,6 @@ def test_local_memory_has_a_lower_end() -> None:
     run_vector(entry(".param .u64 y", body.replace("OFFSET", "12")))
     with pytest.raises(KernelFault, match="out of bounds"):
         run_vector(entry(".param .u64 y", body.replace("OFFSET", "-4")))
-
-
-def test_same_values_and_atomics_are_no_conflict() -> None:
-    body = """
-    ld.param.b64 %l1, [y];
-    mov.u32 %r1, %tid.x;
-    st.global.b32 [%l1], 7;
-    red.global.add.u32 [%l1+4], 1;
-    """
-    assert run_vector(entry(".param .u64 y", body), threads=64, grid=3)[:2].tolist() == [7, 192]
-
-
-def test_blocks_of_different_chunks_are_compared() -> None:
-    """So many blocks that they are executed one batch after another."""
-    body = """
-    ld.param.b64 %l1, [y];
-    mov.u32 %r1, %tid.x;
-    mov.u32 %r2, %ctaid.x;
-    VALUE
-    mul.wide.u32 %l2, %r1, 4;
-    add.s64 %l2, %l1, %l2;
-    st.global.b32 [%l2], %r3;
-    """
-    text = entry(".param .u64 y", body)
-    run_vector(text.replace("VALUE", "mov.u32 %r3, %r1;"), threads=1024, grid=40, count=1024)
-    with pytest.raises(KernelFault, match="global-memory race"):
-        run_vector(text.replace("VALUE", "setp.eq.u32 %p1, %r2, 39;\n    selp.u32 %r3, 1, 0, %p1;"), threads=1024, grid=40, count=1024)
 
 
 def test_a_lane_may_pass_on_its_own_accesses_alone() -> None:

@@ -1,0 +1,177 @@
+"""Small PTX kernels that are right, and whose threads and blocks share global memory."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptx_emulator import Memory, run_ptx
+from tests.emulator.small_kernels import entry, run_vector
+
+# Two values per thread in global memory: each thread writes a word, and reads the one of its neighbour in the block.
+SWAP = entry(
+    ".param .u64 y, .param .u64 z",
+    """
+    ld.param.b64 %l1, [y];
+    ld.param.b64 %l2, [z];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mad.lo.s32 %r3, %r2, 64, %r1;
+    mul.wide.u32 %l3, %r3, 4;
+    add.s64 %l4, %l1, %l3;
+    st.global.b32 [%l4], %r3;
+    bar.sync 0;
+    xor.b32 %r4, %r3, 32;
+    mul.wide.u32 %l5, %r4, 4;
+    add.s64 %l5, %l1, %l5;
+    ld.global.b32 %r5, [%l5];
+    add.s64 %l6, %l2, %l3;
+    st.global.b32 [%l6], %r5;
+    """,
+)
+
+# Two values per thread in global memory: each thread reads its word, and writes the one of its neighbour in the block.
+OVERWRITE = entry(
+    ".param .u64 y, .param .u64 z",
+    """
+    ld.param.b64 %l1, [y];
+    ld.param.b64 %l2, [z];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mad.lo.s32 %r3, %r2, 64, %r1;
+    mul.wide.u32 %l3, %r3, 4;
+    add.s64 %l4, %l1, %l3;
+    xor.b32 %r4, %r3, 32;
+    mul.wide.u32 %l5, %r4, 4;
+    add.s64 %l5, %l1, %l5;
+    ld.global.b32 %r5, [%l4];
+    bar.sync 0;
+    st.global.b32 [%l5], %r3;
+    add.s64 %l6, %l2, %l3;
+    st.global.b32 [%l6], %r5;
+    """,
+)
+
+# Block 0 hands words of global memory over to block 1, each with a flag of its own: words, flags, the words as block 1 got them.
+HANDOVER = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mul.wide.u32 %l2, %r1, 4;
+    add.s64 %l2, %l1, %l2;
+    setp.ne.u32 %p1, %r2, 0;
+    @%p1 bra WAIT;
+    add.s32 %r3, %r1, 5;
+    st.global.b32 [%l2], %r3;
+    st.release.gpu.global.b32 [%l2+128], 1;
+    bra END;
+WAIT:
+    ld.acquire.gpu.global.b32 %r4, [%l2+128];
+    setp.eq.u32 %p2, %r4, 0;
+    @%p2 bra WAIT;
+    ld.global.b32 %r5, [%l2];
+    st.global.b32 [%l2+256], %r5;
+END:
+    """,
+)
+
+
+# Each block leaves 64 words in y and counts itself; the last one to do so sums the words of all blocks, and puts the count back.
+LAST = entry(
+    ".param .u64 y, .param .u64 z",
+    """
+    ld.param.b64 %l1, [y];
+    ld.param.b64 %l2, [z];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mov.u32 %r3, stage;
+    mad.lo.s32 %r4, %r2, 64, %r1;
+    mul.wide.u32 %l3, %r4, 4;
+    add.s64 %l3, %l1, %l3;
+    st.global.b32 [%l3], %r4;
+    bar.sync 0;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra COUNTED;
+    fence.acq_rel.gpu;
+    atom.add.global.u32 %r5, [%l2], 1;
+    fence.acq_rel.gpu;
+    st.shared.b32 [%r3], %r5;
+COUNTED:
+    bar.sync 0;
+    ld.shared.b32 %r5, [%r3];
+    mov.u32 %r6, %nctaid.x;
+    sub.s32 %r6, %r6, 1;
+    setp.ne.u32 %p2, %r5, %r6;
+    @%p2 bra END;
+    mul.wide.u32 %l4, %r1, 4;
+    add.s64 %l4, %l1, %l4;
+    mov.u32 %r7, 0;
+    mov.u32 %r8, 0;
+NEXT:
+    ld.global.b32 %r9, [%l4];
+    add.s32 %r7, %r7, %r9;
+    add.s64 %l4, %l4, 256;
+    add.s32 %r8, %r8, 1;
+    setp.le.u32 %p3, %r8, %r6;
+    @%p3 bra NEXT;
+    mul.wide.u32 %l5, %r1, 4;
+    add.s64 %l5, %l2, %l5;
+    st.global.b32 [%l5+4], %r7;
+    @%p1 bra END;
+    st.global.b32 [%l2], 0;
+END:
+    """,
+    shared=4,
+)
+
+# Thread 0 of each block waits for the block before it, and adds to the word of block 0, of which it knows through those between.
+CHAIN = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    setp.ne.u32 %p1, %r1, 0;
+    @%p1 bra END;
+    mov.u32 %r2, %ctaid.x;
+    mul.wide.u32 %l2, %r2, 4;
+    add.s64 %l2, %l1, %l2;
+    mov.u32 %r4, 100;
+    setp.eq.u32 %p2, %r2, 0;
+    @%p2 bra MINE;
+WAIT:
+    ld.acquire.gpu.global.b32 %r3, [%l2+124];
+    setp.eq.u32 %p3, %r3, 0;
+    @%p3 bra WAIT;
+    ld.global.b32 %r4, [%l1];
+MINE:
+    add.s32 %r5, %r4, %r2;
+    st.global.b32 [%l2], %r5;
+    st.release.gpu.global.b32 [%l2+128], 1;
+END:
+    """,
+)
+
+
+def run_last(text: str) -> np.ndarray:
+    """Run LAST with three blocks; returns the sums, behind the count."""
+    memory, y, z = Memory(), np.full(192, -1, np.int32), np.zeros(65, np.int32)
+    run_ptx(text, 3, 64, [memory.add_array("y", y), memory.add_array("z", z)], memory)
+    return z
+
+
+def run_chain(text: str) -> np.ndarray:
+    """Run CHAIN with five blocks; returns their words."""
+    return run_vector(text, threads=32, grid=5, count=96)[:5]
+
+
+def run_handover(text: str) -> np.ndarray:
+    """Run HANDOVER; returns the words as block 1 got them."""
+    return run_vector(text, threads=32, grid=2, count=96)[64:]
+
+
+def run_swap(text: str) -> np.ndarray:
+    """Run SWAP or OVERWRITE with three blocks of 64 threads; returns z."""
+    memory, y, z = Memory(), np.full(192, -1, np.int32), np.full(192, -1, np.int32)
+    run_ptx(text, 3, 64, [memory.add_array("y", y), memory.add_array("z", z)], memory)
+    return z
