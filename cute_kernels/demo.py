@@ -302,7 +302,7 @@ def main(tokens: int, heads: int, layers: int, sm90: bool, plant: str | None) ->
     begin = time.perf_counter()
     outcomes = run(tokens, heads, layers, plant, sm90=sm90)
     console.print(table_of(outcomes))
-    console.print(f"{tokens:,} tokens, {heads} heads, {layers} layers in {time.perf_counter() - begin:.0f} s")
+    console.print(f"prompt of {tokens:,} tokens, {heads} heads, {layers} layers in {time.perf_counter() - begin:.0f} s")
     failed = sum(not line.verdict.passed for line in outcomes)
     if failed:
         console.print(f"demo: FAILED, {failed} of {len(outcomes)} lines exceed their bound")

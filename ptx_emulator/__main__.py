@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         default="nearest",
         help="value of an approximate instruction: the correctly rounded one, or an end of its error interval",
     )
+    parser.add_argument("--never", action="store_true", help="list the instructions that the case never executes")
     options = parser.parse_args(arguments)
     sys.path.insert(0, "")
     try:
@@ -49,14 +50,20 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{kernel}: {', '.join(named)}", file=sys.stdout if options.kernel is None else sys.stderr)
         return 0 if options.kernel is None else 2
     results: list[Result] = []
-    settings = Settings(on_result=lambda _, result: results.append(result), approximation=options.approximation, statistics=True)
+    names: list[str] = []
+
+    def keep(name: str, result: Result) -> None:
+        names.append(name)
+        results.append(result)
+
+    settings = Settings(on_result=keep, approximation=options.approximation, statistics=True)
     begin = time.perf_counter()
     try:
         judged = chosen(options.target, settings)
     except (EmulatorError, AssertionError) as error:
         print(f"{type(error).__name__}: {error}")
         return 1
-    print(report(results))
+    print(report(results, names, never=options.never))
     print(f"result: {judged}")
     print(f"{time.perf_counter() - begin:.1f} s, compilation included")
     return 0

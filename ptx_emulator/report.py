@@ -61,9 +61,14 @@ def checked(results: Sequence[Result]) -> list[str]:
     return [what for what, done in made.items() if done]
 
 
-def report(results: Sequence[Result]) -> str:
-    """Lines for people: one section per fact, for all launches together."""
-    lines = [f"{len(results)} launch{'es' if len(results) != 1 else ''} of {', '.join(sorted({r.kernel[:60] for r in results}))}"]
+def report(results: Sequence[Result], names: Sequence[str] = (), *, never: bool = False) -> str:
+    """Lines for people: one section per fact, for all launches together.
+
+    names  what to call the kernels launched; without them, by their entries' names
+    never  list the instructions that nobody executed, not only their number
+    """
+    kernels = sorted(set(names) or {r.kernel[:60] for r in results})
+    lines = [f"{len(results)} launch{'es' if len(results) != 1 else ''} of {', '.join(kernels)}"]
     classes = instruction_classes(results)
     total = sum(classes.values())
     issued = sum(sum(r.warps.values()) for r in results)
@@ -88,7 +93,9 @@ def report(results: Sequence[Result]) -> str:
     for result in results:
         for line, (runs, _) in result.lines.items():
             executed[line] = executed.get(line, 0) + runs
-    never = [line for line, runs in executed.items() if not runs]
-    lines += ["", f"PTX lines: {len(executed):,}, never executed in this case: {len(never):,}"]
+    unreached = sorted(line for line, runs in executed.items() if not runs)
+    lines += ["", f"PTX instructions: {len(executed):,}, never executed in this case: {len(unreached):,}"]
+    if never:
+        lines += [f"  {line:>6}  {texts[line][:100]}" for line in unreached]
     lines.append(f"checks: {', '.join(checked(results))}: no fault")
     return "\n".join(lines)

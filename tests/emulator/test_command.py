@@ -25,7 +25,17 @@ from tests.support.steps import Request
 def test_report_of_a_case(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sparse_indices", "padded", "--target", target]) == 0
     text = capsys.readouterr().out
-    for part in ("1 launch of", "thread instructions", "integer", "bytes loaded", "sectors", "st.global", "never executed", "every lane"):
+    for part in (
+        "1 launch of",
+        "thread instructions",
+        "integer",
+        "bytes loaded",
+        "sectors",
+        "st.global",
+        "PTX instructions",
+        "never executed",
+        "every lane",
+    ):
         assert part in text, f"{part!r} not in\n{text}"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.emulator.opcode import check, execute, f32
+from tests.emulator.one_opcode import check, execute, f32
 
 INF, NINF, NAN = 0x7F800000, 0xFF800000, 0x7FC00000
 M1 = 0xFFFFFFFF

@@ -9,7 +9,7 @@ import pytest
 
 from ptx_emulator import numerics
 from ptx_emulator.instructions.floating import ERRORS
-from tests.emulator.opcode import check, execute, f32
+from tests.emulator.one_opcode import check, execute, f32
 
 NAN, QNAN = 0x7FC12345, 0x7FFFFFFF  # an input NaN with a payload; the NaN that instructions give
 INF, NINF = 0x7F800000, 0xFF800000

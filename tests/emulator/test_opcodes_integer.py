@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ptx_emulator import UnsupportedInstruction
-from tests.emulator.opcode import check, execute
+from tests.emulator.one_opcode import check, execute
 
 M1 = 0xFFFFFFFF
 MIN, MAX = 0x80000000, 0x7FFFFFFF

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ptx_emulator import Memory, UnsupportedInstruction, load_program, run_ptx
-from tests.emulator.opcode import f32
+from tests.emulator.one_opcode import f32
 from tests.emulator.small_kernels import entry, run_vector
 
 LANE = np.arange(32)

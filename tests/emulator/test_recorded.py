@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.emulator.emulated import emulated
-from tests.emulator.opcode import harness
+from tests.emulator.one_opcode import harness
 from tests.emulator.recorded import kernels, record
 from tests.emulator.recorded.instructions import INSTRUCTIONS, operands
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.emulator.opcode import Harness, emulate, harness
+from tests.emulator.one_opcode import Harness, emulate, harness
 from tests.emulator.recorded.instructions import INSTRUCTIONS, is_approximate, operands
 
 FILE = Path(__file__).with_name("instructions.json")
