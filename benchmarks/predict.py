@@ -174,12 +174,12 @@ def predict(kernel: Kernel, target: Target) -> Prediction:
     machine = MACHINES[target.gpu_arch]
     torch.manual_seed(0)
     call = Call.of(operation, *arguments(kernel.small))
-    results: list[tuple[str, Any]] = []
-    with emulated(target, on_result=lambda name, result: results.append((name, result)), statistics=True, check_races=False):
+    results: list[Any] = []
+    with emulated(target, on_result=results.append, statistics=True, check_races=False):
         getattr(ops, operation)(**call.arguments)
-    (name, result), *others = results
+    result, *others = results
     assert not others, f"{operation} launched {len(results)} kernels"
-    compiled, manifest = cache.ensure_with_manifest(_spec(name, target))
+    compiled, manifest = cache.ensure_with_manifest(_spec(result.kernel, target))
     sass = count_instructions(disassemble(compiled.object.with_name(CUBIN)))
     threads = block_threads(compiled.object.with_name(PTX).read_text())
 

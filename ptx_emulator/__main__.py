@@ -50,20 +50,14 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{kernel}: {', '.join(named)}", file=sys.stdout if options.kernel is None else sys.stderr)
         return 0 if options.kernel is None else 2
     results: list[Result] = []
-    names: list[str] = []
-
-    def keep(name: str, result: Result) -> None:
-        names.append(name)
-        results.append(result)
-
-    settings = Settings(on_result=keep, approximation=options.approximation, statistics=True)
+    settings = Settings(on_result=results.append, approximation=options.approximation, statistics=True)
     begin = time.perf_counter()
     try:
         judged = chosen(options.target, settings)
     except (EmulatorError, AssertionError) as error:
         print(f"{type(error).__name__}: {error}")
         return 1
-    print(report(results, names, never=options.never))
+    print(report(results, never=options.never))
     print(f"result: {judged}")
     print(f"{time.perf_counter() - begin:.1f} s, compilation included")
     return 0

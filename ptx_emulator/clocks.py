@@ -43,6 +43,23 @@ def merge(a: np.ndarray | None, b: np.ndarray) -> np.ndarray:
     return np.maximum(fit(a, b.shape[-1]), fit(b, a.shape[-1]))
 
 
+def unknown_to(known: np.ndarray, rows: np.ndarray, own_column: np.ndarray, thread: np.ndarray, date: np.ndarray) -> np.ndarray:
+    """Whether what `thread` of a cluster did at `date` is in none of these `rows` of `known` [rows, columns].
+
+    own_column  column of each thread of the cluster, -1: it has none; numbers of `thread` behind those are columns of copies, -1 is nobody
+    """
+    limit = own_column.size
+    column = np.where(thread < limit, thread >> 5, thread - limit)
+    bad = (date > known[rows, column]) & (thread >= 0)
+    index = np.flatnonzero(bad & (thread < limit))
+    if index.size:
+        own = own_column[thread[index]]
+        row = rows if rows.size == 1 else rows[index]
+        there = (own >= 0) & (own < known.shape[-1])
+        bad[index] = ~there | (date[index] > known[row, np.where(there, own, 0)])
+    return bad
+
+
 class Clocks:
     """`clock[g]` of warp g of the chunk; `seen[row, kind, column]`; `row[lane]` where a lane's knowledge stands now."""
 
@@ -264,15 +281,7 @@ class Clocks:
 
     def unknown(self, rows: np.ndarray, kind: int, thread: np.ndarray, date: np.ndarray) -> np.ndarray:
         """Whether what `thread` did at `date` is unknown to `rows`; numbers from 32 * width on are columns of copies, -1 is nobody."""
-        limit = self.width * 32
-        column = np.where(thread < limit, thread >> 5, thread - limit)
-        bad = (date > self.seen[rows, kind, column]) & (thread >= 0)
-        if self.single and bad.any():
-            index = np.flatnonzero(bad & (thread < limit))
-            own = self.own_column[thread[index]]
-            row = rows if rows.size == 1 else rows[index]
-            bad[index] = (own < 0) | (date[index] > self.seen[row, kind, own])
-        return bad
+        return unknown_to(self.seen[:, kind], rows, self.own_column, thread, date)
 
     def unknown_lanes(self, rows: np.ndarray, kind: int, warps: np.ndarray, dates: np.ndarray, lanes: np.ndarray) -> np.ndarray:
         """Of bit masks `lanes` of warps whose accesses up to `dates` the rows do not know as a whole: those not known singly."""

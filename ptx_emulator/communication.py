@@ -7,11 +7,12 @@ A fence of the whole GPU makes a release of a relaxed access after it, and an ac
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ptx_emulator.clocks import ORDER, fit
+from ptx_emulator.clocks import ORDER, merge, unknown_to
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -69,14 +70,14 @@ class Communication:
         bad = np.ones(rows.size, bool)
         if not self.released:
             return bad
-        _, first, group = np.unique(rows.astype(np.int64) << 32 | cluster.astype(np.int64), return_index=True, return_inverse=True)
+        _, first, group = np.unique(rows.astype(np.int64) << 32 | cluster, return_index=True, return_inverse=True)
         for g, i in enumerate(first.tolist()):
-            for record in self._of_cluster(clocks.seen[rows[i], ORDER], clocks.named, int(cluster[i])):
-                index = np.flatnonzero(bad & (group == g))
-                known, own = record.known, record.own_column[thread[index]]
-                single = fit(known, int(own.max(initial=-1)) + 1)[own]
-                late = (date[index] > known[thread[index] >> 5]) & ((own < 0) | (date[index] > single))
-                bad[index] = late
+            records = self._of_cluster(clocks.seen[rows[i], ORDER], clocks.named, int(cluster[i]))
+            if records:
+                known = functools.reduce(merge, (record.known for record in records))
+                index = np.flatnonzero(group == g)
+                row = np.zeros(index.size, np.int64)
+                bad[index] = unknown_to(known[None], row, records[0].own_column, thread[index], date[index])
         return bad
 
     def _of_cluster(self, known: np.ndarray, named: dict[Hashable, int], cluster: int) -> list[Released]:

@@ -63,12 +63,12 @@ class Settings:
 
     prepare        called with (kernel's name for the caller, Memory, arguments by name) before each launch: declare outputs there
     approximation, check_races, statistics  see `run_ptx`
-    on_result      called with (name, Result) after each launch
+    on_result      called with the Result of each launch, whose `kernel` is the caller's name for it
     independent    called with the arguments by name: whether the launch is independent of the kernels in front of it (`run_ptx`)
     """
 
     prepare: Callable[[str, Memory, dict[str, Any]], None] | None = None
-    on_result: Callable[[str, Result], None] | None = None
+    on_result: Callable[[Result], None] | None = None
     independent: Callable[[dict[str, Any]], bool] | None = None
     approximation: str = "nearest"
     check_races: bool = True
@@ -192,9 +192,10 @@ class EmulatedKernel:
             statistics=settings.statistics,
             shared_limit=self.shared_limit,
         )
+        result.kernel = self.name
         self.results.append(result)
         if settings.on_result:
-            settings.on_result(self.name, result)
+            settings.on_result(result)
 
 
 class _Capsule:

@@ -8,7 +8,7 @@ lanes agree, an array of length one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,6 +88,14 @@ def merge(parts: list[Fragment], live: list[int]) -> Fragment:
         whole = np.concatenate([v if v.shape[0] == p.n else np.full(p.n, v[0]) for p, v in zip(parts, values, strict=True)])
         regs[slot] = whole[order]
     return Fragment(first.pc, lanes[order], regs, machine)
+
+
+def one_by_one(f: Fragment, act: Callable[[int, Fragment], None]) -> None:
+    """`act` for each thread of a fragment: its position, and it alone."""
+    for i in range(f.n):
+        one = f.take(np.array([i]), [], f.pc)
+        with faults_of(one):
+            act(i, one)
 
 
 @contextlib.contextmanager

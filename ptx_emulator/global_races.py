@@ -8,6 +8,7 @@ conflict.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -75,6 +76,11 @@ def _longer(array: np.ndarray, size: int) -> np.ndarray:
     longer = np.zeros(max(size, 2 * array.size), array.dtype)
     longer[: array.size] = array
     return longer
+
+
+def _places(lanes: np.ndarray, addresses: np.ndarray, manner: Manner) -> Iterable[tuple[int, int]]:
+    """(lane, address) of an access by which blocks may order each other."""
+    return zip(lanes.tolist(), np.broadcast_to(addresses, lanes.shape).tolist(), strict=True) if manner.wide else ()
 
 
 class GlobalRaces:
@@ -213,16 +219,14 @@ class GlobalRaces:
 
     def publish(self, lanes: np.ndarray, addresses: np.ndarray, manner: Manner) -> None:
         """Before strong stores: what they pass on to those who acquire there."""
-        if manner.wide:
-            for lane, address in zip(lanes.tolist(), np.broadcast_to(addresses, lanes.shape).tolist(), strict=True):
-                cluster = int(self._cluster(np.int64(lane + self.base)))
-                self.communication.publish(self._clocks(), lane, cluster, address, release=manner.release)
+        for lane, address in _places(lanes, addresses, manner):
+            cluster = int(self._cluster(np.int64(lane + self.base)))
+            self.communication.publish(self._clocks(), lane, cluster, address, release=manner.release)
 
     def observe(self, lanes: np.ndarray, addresses: np.ndarray, manner: Manner) -> None:
         """Before strong loads, which find what was stored last."""
-        if manner.wide:
-            for lane, address in zip(lanes.tolist(), np.broadcast_to(addresses, lanes.shape).tolist(), strict=True):
-                self.communication.observe(self._clocks(), lane, address, acquire=manner.acquire)
+        for lane, address in _places(lanes, addresses, manner):
+            self.communication.observe(self._clocks(), lane, address, acquire=manner.acquire)
 
     def after(self, buffer: Buffer, place: np.ndarray, width: int, values: list[np.ndarray], met: np.ndarray) -> None:
         """After the stores: those that met others must have written the same."""

@@ -91,10 +91,8 @@ class MBarriers:
         bar.bytes += expect
         phase = bar.phase
         if release:
-            owner = np.full(lanes.size, bar.maker // self.machine.block_lanes)
-            away = owner != lanes // self.machine.block_lanes
-            if self.machine.races and away.any():
-                self.machine.races.reach(owner[away], lanes[away])
+            if self.machine.races:
+                self.machine.races.reach(np.full(lanes.size, bar.maker // self.machine.block_lanes), lanes)
             self.publish(bar, lanes)
         if count:
             if bar.pending < count:

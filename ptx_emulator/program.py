@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -275,10 +276,10 @@ class Program:
                 leaders.add(i + 1)
             elif ins.base in _COLLECTIVES:
                 leaders.update((i, i + 1))
-        starts = sorted(s for s in leaders if s < count)  # none of an empty kernel
+        starts = sorted(s for s in leaders if s < count)
         blocks: list[Block] = []
         place: dict[int, int] = {}
-        for start, end in zip(starts, [*starts[1:], count][: len(starts)], strict=True):
+        for start, end in itertools.pairwise([*starts, count]):
             body = kernel.instructions[start:end]
             place[start] = len(blocks)
             guarded = len(body) == 1 and body[0].guard is not None and body[0].base in (*_COLLECTIVES, "ret", "exit", "trap")

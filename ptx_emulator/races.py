@@ -81,7 +81,7 @@ class RaceChecker:
         """Check and record loads of `nbytes` at `place` (one per lane)."""
         clocks = self.clocks
         row, warp, thread = self._who(f)
-        self._remote(f, place, row, warp)
+        self._remote(f, place, row)
         lanes = U32(1) << (thread & 31).astype(U32)
         if f.whole_warps and place.size == f.n:
             rows = place.reshape(-1, 32)
@@ -121,8 +121,8 @@ class RaceChecker:
     ) -> None:
         """Check and record stores before they are carried out; they count as done `by` copies at `date`, or by the threads themselves."""
         clocks = self.clocks
-        row, warp, thread = self._who(f)
-        self._remote(f, place, row, warp, by, date)
+        row, _, thread = self._who(f)
+        self._remote(f, place, row, by, date)
         now = clocks.clock[f.lanes // 32]
         limits = clocks.seen[row, ORDER, : self.width]
         start = place // self.granule
@@ -239,7 +239,6 @@ class RaceChecker:
         f: Fragment,
         place: np.ndarray,
         row: np.ndarray,
-        warp: np.ndarray,
         by: np.ndarray | None = None,
         date: np.ndarray | None = None,
     ) -> None:
@@ -254,10 +253,14 @@ class RaceChecker:
             for block, column, when in np.unique(np.stack([owner, by - self.threads, date], 1)[away], axis=0).tolist():
                 self.remote_copies[block, column] = max(when, self.remote_copies.get((block, column), 0))
             return
-        self.reach(owner[away], f.lanes[away])
+        self.reach(owner, f.lanes)
 
     def reach(self, owner: np.ndarray, lanes: np.ndarray) -> None:
-        """Lanes use shared memory of other blocks, `owner`: these must not leave before they know of it."""
+        """Lanes use shared memory of blocks `owner`: those other than their own must not leave before they know of it."""
+        away = owner != lanes // self.machine.block_lanes
+        if not away.any():
+            return
+        owner, lanes = owner[away], lanes[away]
         at = (owner, lanes % self.threads // 32)
         np.maximum.at(self.remote, at, self.clocks.clock[lanes // 32])
         np.bitwise_or.at(self.remote_lanes, at, U32(1) << (lanes % 32).astype(U32))

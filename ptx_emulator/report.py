@@ -61,14 +61,9 @@ def checked(results: Sequence[Result]) -> list[str]:
     return [what for what, done in made.items() if done]
 
 
-def report(results: Sequence[Result], names: Sequence[str] = (), *, never: bool = False) -> str:
-    """Lines for people: one section per fact, for all launches together.
-
-    names  what to call the kernels launched; without them, by their entries' names
-    never  list the instructions that nobody executed, not only their number
-    """
-    kernels = sorted(set(names) or {r.kernel[:60] for r in results})
-    lines = [f"{len(results)} launch{'es' if len(results) != 1 else ''} of {', '.join(kernels)}"]
+def report(results: Sequence[Result], *, never: bool = False) -> str:
+    """Lines for people: one section per fact, for all launches together; with `never`, instructions that nobody executed are listed."""
+    lines = [f"{len(results)} launch{'es' if len(results) != 1 else ''} of {', '.join(sorted({r.kernel for r in results}))}"]
     classes = instruction_classes(results)
     total = sum(classes.values())
     issued = sum(sum(r.warps.values()) for r in results)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptx_emulator import parser as ptx
-from ptx_emulator.fragment import Fragment, faults_of
+from ptx_emulator.fragment import Fragment, faults_of, one_by_one
 from ptx_emulator.instructions.forms import Modifiers
 from ptx_emulator.instructions.memory import address_of, check_waited
 from ptx_emulator.memory import AccessFault
@@ -193,7 +193,7 @@ def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
 
 
 def _bulk_prefetch(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
-    """Nothing is loaded, but what is named must be there, and early is as late as with any other access."""
+    """Nothing is loaded, so it may come before the wait for the kernels in front; but what is named must be there."""
     if not (m.take("L2") and m.take("global")):
         raise m.unsupported()
     hint = bool(m.take("L2::cache_hint"))
@@ -202,17 +202,31 @@ def _bulk_prefetch(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
 
     def run(f: Fragment) -> None:
         sources, sizes = np.broadcast_to(source(f), (f.n,)), f.full(size)
-        for i in range(f.n):
-            with faults_of(f.take(np.array([i]), [], f.pc)):
-                _check_bulk(int(sources[i]), int(sizes[i]))
-                f.machine.memory.load(np.arange(sources[i], sources[i] + U64(sizes[i]), 16, dtype=U64), 8, 2)
+
+        def prefetch(i: int, one: Fragment) -> None:
+            _check_bulk(sources[i], sizes[i])
+            f.machine.memory.load(np.arange(sources[i], sources[i] + U64(sizes[i]), 16, dtype=U64), 8, 2)
+
+        one_by_one(f, prefetch)
 
     return run
 
 
-def _check_bulk(*values: int) -> None:
+def _check_bulk(*values: np.integer) -> None:
     if any(v % 16 for v in values):
         raise AccessFault("misaligned access", 0, f"bulk copy of {values[-1]} bytes: addresses and size must be multiples of 16")
+
+
+def _words(address: int, nbytes: int) -> np.ndarray:
+    """The addresses of the eight-byte words of a bulk copy in global memory."""
+    return np.arange(address, address + nbytes, 8, dtype=U64)
+
+
+def _shared_start(one: Fragment, address: np.ndarray, nbytes: int) -> int:
+    """Place of a bulk copy in shared memory, all of which must exist."""
+    shared = one.machine.shared
+    shared.place(one, address + U64(nbytes - 16), 16)
+    return int(shared.place(one, address, 16)[0][0])
 
 
 def _bulk_load(build: Build, ins: ptx.Instruction, space: str) -> Step:
@@ -224,36 +238,32 @@ def _bulk_load(build: Build, ins: ptx.Instruction, space: str) -> Step:
         machine = f.machine
         targets, sources, bars = (np.broadcast_to(g(f), (f.n,)) for g in (target, source, bar))
         sizes = f.full(size)
-        for i in range(f.n):
-            nbytes, one = int(sizes[i]), f.take(np.array([i]), [], f.pc)
-            with faults_of(one):
-                _check_bulk(int(targets[i]), int(sources[i]), nbytes)
-                if nbytes == 0:
-                    continue
-                data = _read_global(machine, int(sources[i]), nbytes, one)
-                machine.counters.loaded += nbytes
-                machine.counters.bulk(ins.line, int(sources[i]), nbytes)
-                _start_copy(machine, one, targets[i : i + 1], bars[i : i + 1], data)
+
+        def load(i: int, one: Fragment) -> None:
+            _check_bulk(targets[i], sources[i], sizes[i])
+            nbytes, address = int(sizes[i]), int(sources[i])
+            if nbytes == 0:
+                return
+            words = _words(address, nbytes)
+            data = machine.memory.load(words, 8, 1, machine.global_races, np.repeat(one.lanes, words.size))[0].view(np.uint8)
+            machine.counters.loaded += nbytes
+            machine.counters.bulk(ins.line, address, nbytes)
+            _start_copy(one, targets[i : i + 1], bars[i : i + 1], data)
+
+        one_by_one(f, load)
 
     return run
 
 
-def _read_global(machine: Machine, address: int, nbytes: int, one: Fragment) -> np.ndarray:
-    addresses = np.arange(address, address + nbytes, 8, dtype=U64)
-    words = machine.memory.load(addresses, 8, 1, machine.global_races, np.repeat(one.lanes, addresses.size))[0]
-    return words.view(np.uint8)
-
-
-def _start_copy(machine: Machine, one: Fragment, target: np.ndarray, bar: np.ndarray, data: np.ndarray) -> None:
+def _start_copy(one: Fragment, target: np.ndarray, bar: np.ndarray, data: np.ndarray) -> None:
     """Mark the destination as in flight and queue the arrival of its bytes on the mbarrier."""
-    nbytes, lane = data.size, int(one.lanes[0])
-    start = int(machine.shared.place(one, target, 16)[0][0])
-    machine.shared.place(one, target + U64(nbytes - 16), 16)
+    machine, nbytes = one.machine, data.size
+    start = _shared_start(one, target, nbytes)
     place = int(machine.shared.place(one, bar, 8)[0][0])
     barrier = machine.mbarriers.get(place, one.lanes, np.array([0]), copy=True)
     if machine.races:
         agent, date = machine.mbarriers.agent(barrier, place)
-        machine.races.copy(lane, start, nbytes, agent, date, writes=True)
+        machine.races.copy(int(one.lanes[0]), start, nbytes, agent, date, writes=True)
     machine.shared.written[start : start + nbytes] = 2
 
     def arrive() -> None:
@@ -274,25 +284,24 @@ def _bulk_store(build: Build, ins: ptx.Instruction) -> Step:
         machine = f.machine
         targets, sources = (np.broadcast_to(g(f), (f.n,)) for g in (target, source))
         sizes = f.full(size)
-        for i in range(f.n):
-            nbytes, one = int(sizes[i]), f.take(np.array([i]), [], f.pc)
-            with faults_of(one):
-                _check_bulk(int(targets[i]), int(sources[i]), nbytes)
-                if nbytes == 0:
-                    continue
-                place = machine.shared.place(one, sources[i : i + 1], 16)[0]
-                machine.shared.place(one, sources[i : i + 1] + U64(nbytes - 16), 16)
-                start = int(place[0])
-                agents, dates = machine.bulk.add(one.lanes)
-                if machine.races:
-                    machine.races.copy(int(one.lanes[0]), start, nbytes, int(agents[0]), int(dates[0]), writes=False)
-                if (machine.shared.written[start : start + nbytes] != 1).any():
-                    raise AccessFault("uninitialised read", 0, "bulk store of shared memory nobody has written", "shared memory")
-                words = machine.shared.data[start : start + nbytes].copy().view(U64)
-                addresses = np.arange(int(targets[i]), int(targets[i]) + nbytes, 8, dtype=U64)
-                machine.memory.store(addresses, 8, [words], machine.global_races, np.repeat(one.lanes, addresses.size))
-                machine.counters.stored += nbytes
-                machine.counters.bulk(ins.line, int(targets[i]), nbytes)
+
+        def store(i: int, one: Fragment) -> None:
+            _check_bulk(targets[i], sources[i], sizes[i])
+            nbytes, address = int(sizes[i]), int(targets[i])
+            if nbytes == 0:
+                return
+            start = _shared_start(one, sources[i : i + 1], nbytes)
+            agents, dates = machine.bulk.add(one.lanes)
+            if machine.races:
+                machine.races.copy(int(one.lanes[0]), start, nbytes, int(agents[0]), int(dates[0]), writes=False)
+            if (machine.shared.written[start : start + nbytes] != 1).any():
+                raise AccessFault("uninitialised read", 0, "bulk store of shared memory nobody has written", "shared memory")
+            data, words = machine.shared.data[start : start + nbytes].copy().view(U64), _words(address, nbytes)
+            machine.memory.store(words, 8, [data], machine.global_races, np.repeat(one.lanes, words.size))
+            machine.counters.stored += nbytes
+            machine.counters.bulk(ins.line, address, nbytes)
+
+        one_by_one(f, store)
 
     return run
 

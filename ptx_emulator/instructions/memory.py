@@ -9,7 +9,7 @@ import numpy as np
 
 from ptx_emulator import parser as ptx
 from ptx_emulator.faults import UnsupportedInstruction
-from ptx_emulator.fragment import Fragment, faults_of
+from ptx_emulator.fragment import Fragment, faults_of, one_by_one
 from ptx_emulator.instructions.forms import Modifiers
 from ptx_emulator.memory import WEAK, AccessFault, Manner
 from ptx_emulator.program import LOCAL_WINDOW, NUMPY, RANK_SHIFT, SHARED_WINDOW, STORAGE, WAITED, Build, Step, opcode
@@ -387,16 +387,18 @@ def _atomic(build: Build, ins: ptx.Instruction) -> Step:
         machine.counters.stored += width * f.n
         machine.counters.access(ins.line, f.lanes, places, width * f.n)
         races = machine.global_races
-        for i in range(f.n):
-            place, lane = places[i : i + 1], f.lanes[i : i + 1]
-            with faults_of(f.take(np.array([i]), [], f.pc)):
-                if races:
-                    races.observe(lane, place, manner)
-                    races.publish(lane, place, manner)
-                now = machine.memory.load(place, width, 1, races, lane, manner)[0].view(dtype)[0]
-                old[i] = now.view(raw)
-                new = np.array([operation(now, first[i], second[i])], dtype).view(raw)
-                machine.memory.store(place, width, [new], races, lane, manner)
+
+        def act(i: int, one: Fragment) -> None:
+            place, lane = places[i : i + 1], one.lanes
+            if races:
+                races.observe(lane, place, manner)
+                races.publish(lane, place, manner)
+            now = machine.memory.load(place, width, 1, races, lane, manner)[0].view(dtype)[0]
+            old[i] = now.view(raw)
+            new = np.array([operation(now, first[i], second[i])], dtype).view(raw)
+            machine.memory.store(place, width, [new], races, lane, manner)
+
+        one_by_one(f, act)
         return old
 
     def run(f: Fragment) -> None:

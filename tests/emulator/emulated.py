@@ -125,8 +125,8 @@ class Coverage:
         self.lines: dict[str, dict[int, int]] = {}
         self.texts: dict[int, str] = {}
 
-    def record(self, name: str, result: Result) -> None:
-        lines = self.lines.setdefault(name, {})
+    def record(self, result: Result) -> None:
+        lines = self.lines.setdefault(result.kernel, {})
         for line, (runs, _) in result.lines.items():
             lines[line] = lines.get(line, 0) + runs
         self.texts.update(result.texts)

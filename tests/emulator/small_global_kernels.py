@@ -7,10 +7,8 @@ import numpy as np
 from ptx_emulator import Memory, run_ptx
 from tests.emulator.small_kernels import entry, run_vector
 
-# Two values per thread in global memory: each thread writes a word, and reads the one of its neighbour in the block.
-SWAP = entry(
-    ".param .u64 y, .param .u64 z",
-    """
+# Three blocks with two values per thread in global memory: its own word of y, [%l4], that of its neighbour in the block, [%l5], and z.
+_NEIGHBOURS = """
     ld.param.b64 %l1, [y];
     ld.param.b64 %l2, [z];
     mov.u32 %r1, %tid.x;
@@ -18,38 +16,24 @@ SWAP = entry(
     mad.lo.s32 %r3, %r2, 64, %r1;
     mul.wide.u32 %l3, %r3, 4;
     add.s64 %l4, %l1, %l3;
-    st.global.b32 [%l4], %r3;
-    bar.sync 0;
     xor.b32 %r4, %r3, 32;
     mul.wide.u32 %l5, %r4, 4;
     add.s64 %l5, %l1, %l5;
-    ld.global.b32 %r5, [%l5];
+    FIRST
+    bar.sync 0;
+    SECOND
     add.s64 %l6, %l2, %l3;
     st.global.b32 [%l6], %r5;
-    """,
-)
+"""
 
-# Two values per thread in global memory: each thread reads its word, and writes the one of its neighbour in the block.
-OVERWRITE = entry(
-    ".param .u64 y, .param .u64 z",
-    """
-    ld.param.b64 %l1, [y];
-    ld.param.b64 %l2, [z];
-    mov.u32 %r1, %tid.x;
-    mov.u32 %r2, %ctaid.x;
-    mad.lo.s32 %r3, %r2, 64, %r1;
-    mul.wide.u32 %l3, %r3, 4;
-    add.s64 %l4, %l1, %l3;
-    xor.b32 %r4, %r3, 32;
-    mul.wide.u32 %l5, %r4, 4;
-    add.s64 %l5, %l1, %l5;
-    ld.global.b32 %r5, [%l4];
-    bar.sync 0;
-    st.global.b32 [%l5], %r3;
-    add.s64 %l6, %l2, %l3;
-    st.global.b32 [%l6], %r5;
-    """,
-)
+
+def _neighbours(first: str, second: str) -> str:
+    return entry(".param .u64 y, .param .u64 z", _NEIGHBOURS.replace("FIRST", first).replace("SECOND", second))
+
+
+# Each thread writes its word, and reads its neighbour's; or reads its own, and writes its neighbour's.
+SWAP = _neighbours("st.global.b32 [%l4], %r3;", "ld.global.b32 %r5, [%l5];")
+OVERWRITE = _neighbours("ld.global.b32 %r5, [%l4];", "st.global.b32 [%l5], %r3;")
 
 # Block 0 hands words of global memory over to block 1, each with a flag of its own: words, flags, the words as block 1 got them.
 HANDOVER = entry(
@@ -75,7 +59,6 @@ WAIT:
 END:
     """,
 )
-
 
 # Each block leaves 64 words in y and counts itself; the last one to do so sums the words of all blocks, and puts the count back.
 LAST = entry(

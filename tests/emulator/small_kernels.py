@@ -6,8 +6,9 @@ import textwrap
 from typing import Any
 
 import numpy as np
+import pytest
 
-from ptx_emulator import FOREIGN, UNWRITTEN, Memory, Result, run_ptx
+from ptx_emulator import FOREIGN, UNWRITTEN, KernelFault, Memory, Result, run_ptx
 
 HEADER = """
 .version 9.0
@@ -120,6 +121,26 @@ LOOP:
     """,
     shared=256,
 )
+
+
+def changed(text: str, *pairs: tuple[str, str]) -> str:
+    """`text` with each (old, new) replaced once, all without their indentation."""
+    text = flat(text)
+    for old, new in pairs:
+        assert flat(old) in text, old
+        text = text.replace(flat(old), flat(new), 1)
+    return text
+
+
+def flat(text: str) -> str:
+    return "\n".join(line.strip() for line in text.split("\n"))
+
+
+def fault_of(text: str, **options: Any) -> KernelFault:
+    """The fault of a kernel that `run_vector` runs."""
+    with pytest.raises(KernelFault) as caught:
+        run_vector(text, **options)
+    return caught.value
 
 
 def aligned(count: int) -> np.ndarray:

@@ -5,14 +5,11 @@ Right kernels stand here, too, which a barrier that counts wrongly would hold up
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from ptx_emulator import KernelFault, LaunchError
-from tests.emulator.small_kernels import EXCHANGE, entry, run_vector
-from tests.emulator.test_planted_orders import changed
+from ptx_emulator import LaunchError
+from tests.emulator.small_kernels import EXCHANGE, changed, entry, fault_of, run_vector
 
 HEAD = """
     ld.param.b64 %l1, [y];
@@ -31,12 +28,6 @@ HEAD = """
 
 def kernel(body: str) -> str:
     return entry(".param .u64 y", HEAD + body, shared=16)
-
-
-def fault_of(text: str, **options: Any) -> KernelFault:
-    with pytest.raises(KernelFault) as caught:
-        run_vector(text, **options)
-    return caught.value
 
 
 # ---- barriers of a block

@@ -20,6 +20,7 @@ from tests.emulator.small_kernels import (
     RING,
     SEND,
     SIGNAL,
+    changed,
     entry,
     run_bulk_store,
     run_copy,
@@ -44,19 +45,6 @@ TWICE = """xor.b32 %r4, %r3, 32;
     st.global.b32 [%l5], %r3;
     bar.sync 0;"""
 ONE_ARRIVES = "    setp.ne.u32 %p5, %r15, 0;\n    @!%p5 mbarrier.arrive.shared.b64 %l5, [%r6+272];"
-
-
-def changed(text: str, *pairs: tuple[str, str]) -> str:
-    """`text` with each (old, new) replaced once, all without their indentation."""
-    text = flat(text)
-    for old, new in pairs:
-        assert flat(old) in text, old
-        text = text.replace(flat(old), flat(new), 1)
-    return text
-
-
-def flat(text: str) -> str:
-    return "\n".join(line.strip() for line in text.split("\n"))
 
 
 # ASYNC without the exchange of neighbours: thread 0 stores the words to y in bulk.

@@ -5,14 +5,11 @@ Beside each stands a right kernel that differs from it in that alone.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from ptx_emulator import KernelFault, Memory, run_ptx
-from tests.emulator.small_kernels import ASYNC, BULK, BULK_STORE, EXCHANGE, entry, run_bulk_store, run_copy, run_vector
-from tests.emulator.test_planted_orders import changed
+from tests.emulator.small_kernels import ASYNC, BULK, BULK_STORE, EXCHANGE, changed, entry, fault_of, run_bulk_store, run_copy, run_vector
 
 FENCE = "fence.proxy.async.shared::cta;"
 # Each lane of the first warp, or of a few, knows its word %r3 of the stage and its word of y.
@@ -39,12 +36,6 @@ WAIT:
 
 def kernel(body: str, shared: int = 144) -> str:
     return entry(".param .u64 y", HEAD + body, shared)
-
-
-def fault_of(text: str, **options: Any) -> KernelFault:
-    with pytest.raises(KernelFault) as caught:
-        run_vector(text, **options)
-    return caught.value
 
 
 # ---- who has read a place

@@ -36,7 +36,7 @@ def whole_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str]
             attention.append(launches)
             return real(**{**arguments, "backend": "flashinfer"})
 
-    with emulated("sm_100a", on_result=lambda name, result: kernels.update([name])), mock.patch.object(dispatch, "decode", decode):
+    with emulated("sm_100a", on_result=lambda result: kernels.update([result.kernel])), mock.patch.object(dispatch, "decode", decode):
         yield kernels, attention
 
 
@@ -81,7 +81,7 @@ def test_bad_arguments_are_refused_by_the_host_code_of_the_kernel(target: str) -
         "norm_weight": lambda x: x.float(),
         "cos_sin": lambda x: x[:, :32],
     }
-    with emulated(target, on_result=lambda name, result: pytest.fail(f"{name} was launched")):
+    with emulated(target, on_result=lambda result: pytest.fail(f"{result.kernel} was launched")):
         for name, change in wrong.items():
             arguments = list(case.args())
             arguments[names.index(name)] = change(arguments[names.index(name)])

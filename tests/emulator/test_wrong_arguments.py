@@ -35,7 +35,7 @@ def test_refused_before_the_launch(name, change, blamed):
     a = make(**change)
     before = {key: value.clone() for key, value in a.items() if isinstance(value, torch.Tensor) and value.device.type == "cpu"}
     launched = []
-    with emulated("sm_100a", on_result=lambda kernel, result: launched.append(kernel)), pytest.raises(ck.CuteKernelsError) as caught:
+    with emulated("sm_100a", on_result=lambda result: launched.append(result.kernel)), pytest.raises(ck.CuteKernelsError) as caught:
         call(**a)
     assert isinstance(caught.value, ck.InvalidArgument | ck.UnsupportedRequest)
     if isinstance(caught.value, ck.InvalidArgument):
