@@ -117,6 +117,8 @@ END:
     assert [result.texts[line] for line in result.never] == ["@%p2 st.global.b32 [%l1+99999], %r1"]
     assert instruction_classes([result])["memory"] == 128 + 80 and result.opcodes["st"] == 80
     assert "never executed in this case: 1" in report([result])
+    unreached = "@%p2 st.global.b32 [%l1+99999], %r1"
+    assert unreached in report([result], never=True) and report([result]).count("99999") == 0
 
 
 def test_copies_and_atomics_stand_in_the_table_of_accesses() -> None:
