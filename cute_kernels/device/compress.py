@@ -36,6 +36,7 @@ class Shared(NamedTuple):
     ring: window_ring.Storage
     closing: cute.Tensor  # [4, rows looked at together] row, position, request and KV slot of those that close a window, in order
     merging: splitters.Storage
+    word: cute.Tensor  # [1] of thread 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ class CompressKernel:
 
     @cute.kernel
     def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, by_state_rows: Divisor):
-        """Each role waits for the grid in front by itself: what it reads from its parameters before, it need not fetch after."""
+        """Each role waits for the grid in front by itself. Before that the warp that fetches settles which rows it looks at first, and a
+        thread that pools, which has time until data arrive, fetches the parameters for all."""
         plan = self.plan
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -77,6 +79,7 @@ class CompressKernel:
         dealt = self.dealt(mA, Int32(block) >> share.shift, rows, evenly, deal)
         cute.arch.sync_threads()
         if tid < plan.pooling:
+            pdl.fetch_parameters(self.pdl, tid, (mA, by_state_rows), shared.word.iterator)
             self.consume(mA, shared, share, tid)
         elif tid < plan.pooling + WARP:
             self.produce(mA, shared, share, by_state_rows, dealt, tid % WARP)
@@ -97,6 +100,7 @@ class CompressKernel:
             ring=self.plan.ring.allocate(array),
             closing=array(Int32, 4, WARP * self.plan.looks),
             merging=self.splitter.allocate(array),
+            word=array(Int32, 1),
         )
 
     def dealt(self, mA: Arguments, team: Int32, rows: Int32, evenly: Int32, deal: Int32) -> Dealt:
@@ -147,12 +151,17 @@ class CompressKernel:
         stages = cutlass.min(own, span) // ring.rows
         limit = cutlass.min(self.row_limit(mA), dealt.end)
         rows = cutlass.select_(limit > 0, dealt.rows, Int32(0))
+        times = cute.make_rmem_tensor(cute.make_layout(plan.looks), Int32)
+        for q in cutlass.range_constexpr(plan.looks):
+            times[q] = self.row_of(dealt, WARP * q + lane)
+            pdl.settle(self.pdl, shared.closing.iterator + 4 * (WARP * q + lane), cutlass.min(times[q], limit - 1))
+        cute.arch.sync_warp()
         pdl.begin(self.pdl, mA.independent)
         n, turn = Int32(0), Int32(0)
         for start in cutlass.range(0, rows, WARP * plan.looks, unroll=1):
             count = Int32(0)
-            times = [self.row_of(dealt, start + WARP * q + lane) for q in range(plan.looks)]
-            facts = [self.look(mA, cutlass.min(t, limit - 1)) for t in times]  # all loads are under way before the first is waited for
+            # All loads are under way before the first is waited for.
+            facts = [self.look(mA, cutlass.min(times[q], limit - 1)) for q in range(plan.looks)]
             for q in cutlass.range_constexpr(plan.looks):
                 closes = (start + WARP * q + lane < rows) & (times[q] < limit) & self.closes(mA, facts[q])
                 mask = Int32(cute.arch.vote_ballot_sync(closes))
@@ -194,6 +203,8 @@ class CompressKernel:
                                 n += 1
                             turn += cutlass.select_(p == passes - 1, Int32(1), Int32(0))
             cute.arch.sync_warp()
+            for q in cutlass.range_constexpr(plan.looks):
+                times[q] = self.row_of(dealt, start + WARP * (plan.looks + q) + lane)
         ring.end(shared.ring, n, lane)
 
     def state_address(self, mA: Arguments, block: Int64, offset: Int64) -> Int64:

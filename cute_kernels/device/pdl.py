@@ -46,22 +46,33 @@ def end(pdl: cutlass.Constexpr, independent: Int32):
 
 
 @cute.jit
-def fetch_parameters(pdl: cutlass.Constexpr, thread: Int32, parameters: cutlass.Constexpr):
-    """Have the kernel's parameters cached before `begin`, while the kernels before still run. Shared memory: a word.
+def fetch_parameters(pdl: cutlass.Constexpr, thread: Int32, parameters: cutlass.Constexpr, word: cutlass.Constexpr = None):
+    """Have the kernel's parameters cached before `begin`, while the kernels before still run.
 
     The first access to each 64 bytes of them is a trip to L2, one after the other, and the compiler defers all of them behind the
-    wait. So a thread adds up one of each 64 bytes or so and stores the sum, which neither the compiler nor anybody else can do without
-    or do later. Measured on an H200 (2026-11-29): 0.17 µs of 2.0 for the index table of a decode step.
+    wait. So a thread adds up one of each 64 bytes or so and has the sum settled. Measured on an H200 (2026-11-29): 0.17 µs of 2.0 for the
+    index table of a decode step.
 
     parameters   arguments of the kernel: tensors, numbers and tuples of them; None is none
+    word         of shared memory, for thread 0; None: one is allocated
     """
     if cutlass.const_expr(pdl):
-        word = cute.arch.alloc_smem(Int32, 1)
+        word = cute.arch.alloc_smem(Int32, 1) if word is None else word
         if thread == 0:
             total = Int32(0)
             for value in _some(parameters):
                 total = total + value
-            llvm.inline_asm(None, [word.toint().ir_value(), total.ir_value()], "st.shared.b32 [$0], $1;", "r,r", has_side_effects=True)
+            settle(pdl, word, total)
+
+
+def settle(pdl: bool, word, value: Int32) -> None:
+    """Have a value computed before `begin`, by storing it where it can neither be left out nor wait: else the compiler defers it, and
+    what leads to it, until it is used.
+
+    word   of shared memory, which this thread may overwrite
+    """
+    if pdl:
+        llvm.inline_asm(None, [word.toint().ir_value(), value.ir_value()], "st.shared.b32 [$0], $1;", "r,r", has_side_effects=True)
 
 
 def _some(parameters: Any) -> list[Int32]:
