@@ -56,7 +56,8 @@ class CompressKernel:
         row_count = memory.extent(arguments.state_slots)
         blocks, deal = self.splitter.choose(row_count, plan.deal)
         rows, evenly = plan.rows_of(row_count, deal), Int32(plan.evenly(row_count))
-        self.kernel(arguments, rows, evenly, Int32(deal), Divisor.of(Int32(arguments.state.shape[1]))).launch(
+        bits = Int32(plan.unit_bits(row_count, deal))
+        self.kernel(arguments, rows, evenly, Int32(deal), bits, Divisor.of(Int32(arguments.state.shape[1]))).launch(
             grid=[plan.teams(row_count, deal) * blocks, 1, 1],
             block=[plan.threads, 1, 1],
             min_blocks_per_mp=plan.resident,
@@ -67,7 +68,7 @@ class CompressKernel:
         )
 
     @cute.kernel
-    def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, by_state_rows: Divisor):
+    def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, bits: Int32, by_state_rows: Divisor):
         """Each role waits for the grid in front by itself. Before that the warp that fetches settles which rows it looks at first, and a
         thread that pools, which has time until data arrive, fetches the parameters for all."""
         plan = self.plan
@@ -76,7 +77,7 @@ class CompressKernel:
         shared, share = self.allocate(), self.splitter.share()
         plan.ring.prepare(shared.ring, tid)
         self.splitter.prepare(shared.merging, tid)
-        dealt = self.dealt(mA, Int32(block) >> share.shift, rows, evenly, deal)
+        dealt = self.dealt(mA, Int32(block) >> share.shift, rows, evenly, deal, bits)
         cute.arch.sync_threads()
         if tid < plan.pooling:
             pdl.fetch_parameters(self.pdl, tid, (mA, by_state_rows), shared.word.iterator)
@@ -103,19 +104,20 @@ class CompressKernel:
             word=array(Int32, 1),
         )
 
-    def dealt(self, mA: Arguments, team: Int32, rows: Int32, evenly: Int32, deal: Int32) -> Dealt:
+    def dealt(self, mA: Arguments, team: Int32, rows: Int32, evenly: Int32, deal: Int32, bits: Int32) -> Dealt:
         """The rows of a team."""
-        short, step = self.plan.short, memory.extent(mA.state_slots)
-        deal = self.splitter.fixed(deal, self.plan.deal)
+        plan, step = self.plan, memory.extent(mA.state_slots)
+        short, deal = plan.short, self.splitter.fixed(deal, plan.deal)
+        bits = plan.unit.bit_length() - 1 if plan.middle == plan.unit else bits
         if not short:
-            return Dealt(team, rows, -1, step, deal)
+            return Dealt(team, rows, -1, step, deal, bits)
         even = team < deal
         first = cutlass.select_(even, Int32(-1), evenly + (team - deal) * short)
-        return Dealt(team, cutlass.select_(even, rows, Int32(short)), first, cutlass.select_(even, evenly, step), deal)
+        return Dealt(team, cutlass.select_(even, rows, Int32(short)), first, cutlass.select_(even, evenly, step), deal, bits)
 
     def row_of(self, dealt: Dealt, i: Int32) -> Int32:
         """The row that a team takes as its i-th."""
-        t = self.plan.row_of(dealt.team, i, dealt.deal, self.splitter.remainder)
+        t = self.plan.row_of(dealt.team, i, dealt.deal, dealt.bits, self.splitter.remainder)
         return cutlass.select_(dealt.first < 0, t, dealt.first + i) if self.plan.short else t
 
     def row_limit(self, mA: Arguments) -> Int32:

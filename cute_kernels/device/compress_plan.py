@@ -15,6 +15,7 @@ from cute_kernels.kv_format import HEAD_DIM
 from cute_kernels.save_policy import overlap
 
 LONG = 48  # rows of a block that make a step a long one
+MIDDLE = (4, 16)  # rows of a block, from and below, that make a step a middle one
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Plan:
     savers         saving warps
     save_rows      rows whose loads a saving thread has in flight together
     unit           consecutive rows that are dealt together
+    middle         the same for middle steps, where one window more is much for a block; but rows that lie together make padding uneven
     deal           teams over which neighbouring units are dealt, and the most there are, where the splitter does not say
     resident       blocks that should fit on an SM at once: bounds the registers
     short          rows of a short block; 0: there are none
@@ -45,6 +47,7 @@ class Plan:
     savers: int
     save_rows: int
     unit: int
+    middle: int
     deal: int
     resident: int
     short: int
@@ -86,21 +89,30 @@ class Plan:
             return row_count
         return row_count - cutlass.min(row_count // (LONG * self.deal), 1) * (row_count // (16 * self.short) * self.short)
 
-    def rows_of(self, row_count: Int32, deal: Int32) -> Int32:
-        """Rows that a team takes (host), a multiple of `unit`: the same for all; `deal` teams take those dealt evenly."""
-        stretch = deal * self.unit
-        return cutlass.max((self.evenly(row_count) + (stretch - 1)) // stretch, 1) * self.unit
+    def unit_bits(self, row_count: Int32, deal: Int32):
+        """log2 of the rows of a unit, for a step of `row_count` rows (host); a constant where all steps have the same."""
+        bits = self.unit.bit_length() - 1
+        if self.middle == self.unit:
+            return bits
+        first, last = (cutlass.min(row_count // (rows * deal), 1) for rows in MIDDLE)
+        return bits + (first - last) * (self.middle.bit_length() - 1 - bits)
 
-    def row_of(self, team: Int32, i: Int32, deal: Int32, remainder=operator.mod) -> Int32:
+    def rows_of(self, row_count: Int32, deal: Int32) -> Int32:
+        """Rows that a team takes (host), a multiple of a unit's: the same for all; `deal` teams take those dealt evenly."""
+        bits = self.unit_bits(row_count, deal)
+        stretch = deal << bits
+        return cutlass.max((self.evenly(row_count) + (stretch - 1)) // stretch, 1) << bits
+
+    def row_of(self, team: Int32, i: Int32, deal: Int32, bits, remainder=operator.mod) -> Int32:
         """The row that a team takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
         on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different teams."""
-        turn = i // self.unit
-        return (turn * deal + remainder(team + turn, deal)) * self.unit + i % self.unit
+        turn = i >> bits
+        return ((turn * deal + remainder(team + turn, deal)) << bits) + (i & ((1 << bits) - 1))
 
     def teams(self, row_count: Int32, deal: Int32) -> Int32:
         """Teams for a step of `row_count` rows (host)."""
-        evenly = self.evenly(row_count)
-        teams = cutlass.min((evenly + self.unit - 1) // self.unit, deal)
+        evenly, bits = self.evenly(row_count), self.unit_bits(row_count, deal)
+        teams = cutlass.min((evenly + ((1 << bits) - 1)) >> bits, deal)
         return teams + (row_count - evenly) // self.short if self.short else teams
 
 
@@ -114,11 +126,11 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
     if spec.ratio == 4:
         return Plan(
             ratio=4, vector=vector, groups=1, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 2, save_rows=1,
-            unit=1, deal=264, resident=2, short=8, on_the_way=every_row,
+            unit=1, middle=4, deal=264, resident=2, short=8, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
         ratio=128, vector=vector, groups=2, batch=4, looks=1, slots=2, savers=8 if every_row else 4, save_rows=2,
-        unit=4, deal=128, resident=1, short=0, on_the_way=False,
+        unit=4, middle=4, deal=128, resident=1, short=0, on_the_way=False,
     )  # fmt: skip
 
 
@@ -130,6 +142,7 @@ class Dealt(NamedTuple):
     first  the first of a short block's consecutive rows; -1: rows are dealt evenly
     end    rows that are dealt evenly, or of the step
     deal   teams over which they are dealt
+    bits   log2 of the rows of a unit
     """
 
     team: Int32
@@ -137,3 +150,4 @@ class Dealt(NamedTuple):
     first: Any
     end: Any
     deal: Any
+    bits: Any

@@ -11,7 +11,7 @@ from cute_kernels.target import Target
 from tests.support.compress_plan import dealt, plan_of, split_of
 
 FORMATS = {"sm100": "bf16", "sm120": "fp8_ds_mla"}
-COUNTS = [1, 2, 3, 4, 5, 127, 128, 255, 256, 257, 263, 264, 265, 1000, 2048, 8191, 8192, 8193, 32768]
+COUNTS = [1, 2, 3, 4, 5, 127, 128, 255, 256, 257, 263, 264, 265, 1000, 1055, 1056, 1057, 2048, 4223, 4224, 8191, 8192, 8193, 32768]
 
 
 def specs() -> list:
@@ -55,6 +55,15 @@ def test_closing_rows_of_a_long_prompt_spread_evenly(spec: CompressStoreSpec) ->
     for first in range(0, spec.ratio, max(1, spec.ratio // 8)):
         closing = [sum((first + t + 1) % spec.ratio == 0 for t in rows) for rows in dealt(spec, 8192)]
         assert max(closing) <= -(-8192 // spec.ratio // deal) + 1
+
+
+@pytest.mark.parametrize("spec", [s for s in specs() if s.values[0].ratio == 4])
+@pytest.mark.parametrize("count", [1056, 2048, 4223])
+def test_no_block_of_a_middle_step_has_more_windows_than_need_be(spec: CompressStoreSpec, count: int) -> None:
+    _, deal = split_of(spec, count)
+    for first in range(spec.ratio):
+        closing = [sum((first + t + 1) % spec.ratio == 0 for t in rows) for rows in dealt(spec, count)]
+        assert max(closing) == -(-count // spec.ratio // deal)
 
 
 @pytest.mark.parametrize("spec", specs())

@@ -67,7 +67,7 @@ def long_step(spec: CompressStoreSpec, **options: Any) -> CompressCase:
     """A step whose teams take more than 32 rows: twelve of team 0 close a window, in either pass; the rest is padding."""
     plan, (_, deal) = plan_of(spec), split_of(spec, 1)
     late = 47 if plan.short else 32  # with short blocks behind
-    rows = [plan.row_of(0, i, deal) for i in (*range(6), *range(late, late + 6))]
+    rows = [plan.row_of(0, i, deal, plan.unit.bit_length() - 1) for i in (*range(6), *range(late, late + 6))]
     requests, at = [], 0
     for k, t in enumerate(sorted(rows)):
         requests += [Request(0, t - at)] * (t > at) + [Request(spec.ratio * (k % 3 + 1) - 1, 1)]

@@ -26,8 +26,9 @@ def split_of(spec: CompressStoreSpec, count: int) -> tuple[int, int]:
 def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
     """The rows of each team that lie in a step of `count` rows."""
     plan, (_, deal) = plan_of(spec), split_of(spec, count)
-    evenly = plan.evenly(count)
-    of = [[plan.row_of(team, i, deal) for i in range(plan.rows_of(count, deal))] for team in range(min(plan.teams(count, deal), deal))]
+    evenly, bits = plan.evenly(count), plan.unit_bits(count, deal)
+    own, teams = range(plan.rows_of(count, deal)), range(min(plan.teams(count, deal), deal))
+    of = [[plan.row_of(team, i, deal, bits) for i in own] for team in teams]
     even = [[t for t in rows if t < evenly] for rows in of]
     return even + [list(range(first, first + plan.short)) for first in range(evenly, count, plan.short or 1)]
 
@@ -39,9 +40,10 @@ def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
     stages by itself: there rows are saved only.)
     """
     plan, (_, deal) = plan_of(spec), split_of(spec, 1)
-    rows = {plan.row_of(team, i, deal) for team in range(3) for i in range(9)}
+    bits = plan.unit_bits(9 * deal, deal)
+    rows = {plan.row_of(team, i, deal, bits) for team in range(3) for i in range(9)}
     count = max(rows) + 1
-    assert split_of(spec, count)[1] == deal
+    assert split_of(spec, count)[1] == deal and plan.unit_bits(count, deal) == bits
     case = make_compress_case([Request(4 * (k % 5) + 3, 1) for k in range(count)], seed=9, **options)
     case.state_slots[[t for t in range(count) if t not in rows]] = -1
     return case
