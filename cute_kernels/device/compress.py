@@ -330,8 +330,8 @@ class CompressKernel:
                 scores = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
                 for c in cutlass.range_constexpr(COLUMNS):
                     scores[c] = logits[c, k] + bias[c, k]
-                memory.store_vector(goal + Int64(column) * 4, values[None, k])
-                memory.store_vector(goal + Int64(column + self.plan.width) * 4, scores)
+                memory.store_vector(goal + Int64(column) * 4, values[None, k], streaming=True)
+                memory.store_vector(goal + Int64(column + self.plan.width) * 4, scores, streaming=True)
 
     @cute.jit
     def load_bias(self, mA: Arguments, first: Int32, column: Int32, bias: cute.Tensor):
@@ -436,8 +436,8 @@ class CompressKernel:
                         row, ape_row = cute.arch.shuffle_sync(source, owner), cute.arch.shuffle_sync(place, owner)
                         for q in cutlass.range_constexpr(pieces):
                             column = (tid % row_threads + q * row_threads) * columns
-                            memory.load_vector(row + Int64(column) * 4, values[None, q, k])
-                            memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q, k])
+                            memory.load_vector(row + Int64(column) * 4, values[None, q, k], streaming=True)
+                            memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q, k], streaming=True)
                             memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q, k])
                     for _ in range(side_by_side):
                         mask = mask & (mask - 1)
@@ -450,8 +450,8 @@ class CompressKernel:
                             column = (tid % row_threads + q * row_threads) * columns
                             for c in cutlass.range_constexpr(columns):
                                 scores[c, q, k] = scores[c, q, k] + biases[c, q, k]
-                            memory.store_vector(to[k] + Int64(column) * 4, values[None, q, k])
-                            memory.store_vector(to[k] + Int64(column + plan.width) * 4, scores[None, q, k])
+                            memory.store_vector(to[k] + Int64(column) * 4, values[None, q, k], streaming=True)
+                            memory.store_vector(to[k] + Int64(column + plan.width) * 4, scores[None, q, k], streaming=True)
 
     @cute.jit
     def is_pooled(self, mA: Arguments, t: Int32, position: Int64, request: Int32, limit: Int32) -> Boolean:

@@ -5,8 +5,6 @@ from cutlass import Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, CopyR2GOp
 
-STREAM = CacheEvictionPriority.NO_ALLOCATE  # read once: leave L1 to what is read again
-KEEP = CacheEvictionPriority.EVICT_NORMAL
 # The L2 policy that createpolicy.fractional makes for all accesses: these lines go before any others.
 EVICT_FIRST = 0x12F0000000000000
 
@@ -27,12 +25,21 @@ def at(address: Int64, dtype, count: int, alignment: int = 0) -> cute.Tensor:
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
-def load_vector(address: Int64, fragment: cute.Tensor, priority=KEEP) -> None:
-    """Fill a register fragment from consecutive bytes in one access (two, where the architecture has no wide enough one)."""
+def policy_of(streaming: bool) -> dict[str, Int64]:
+    """The L2 policy of a copy as its keyword argument."""
+    return {"cache_policy": Int64(EVICT_FIRST)} if streaming else {}
+
+
+def load_vector(address: Int64, fragment: cute.Tensor, streaming: bool = False) -> None:
+    """Fill a register fragment from consecutive bytes in one access (two, where the architecture has no wide enough one).
+
+    streaming   they are read once: L1 is left to what is read again, and the lines leave the L2 first
+    """
     count = cute.size(fragment)
     dtype = fragment.element_type
+    priority = CacheEvictionPriority.NO_ALLOCATE if streaming else CacheEvictionPriority.EVICT_NORMAL
     atom = cute.make_copy_atom(CopyG2ROp(), dtype, num_bits_per_copy=count * dtype.width, l1c_evict_priority=priority)
-    cute.copy(atom, at(address, dtype, count), fragment)
+    cute.copy(atom, at(address, dtype, count), fragment, **policy_of(streaming))
 
 
 def store_vector(address: Int64, fragment: cute.Tensor, streaming: bool = False) -> None:
@@ -43,8 +50,7 @@ def store_vector(address: Int64, fragment: cute.Tensor, streaming: bool = False)
     count = cute.size(fragment)
     dtype = fragment.element_type
     atom = cute.make_copy_atom(CopyR2GOp(), dtype, num_bits_per_copy=count * dtype.width)
-    policy = {"cache_policy": Int64(EVICT_FIRST)} if streaming else {}
-    cute.copy(atom, fragment, at(address, dtype, count), **policy)
+    cute.copy(atom, fragment, at(address, dtype, count), **policy_of(streaming))
 
 
 def prefetch(address: Int64, count: int) -> None:

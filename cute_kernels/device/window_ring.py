@@ -131,12 +131,14 @@ class WindowRing:
 def copy_bulk(address: Int64, target, count: int, barrier) -> None:
     """Start one asynchronous copy of `count` fp32 numbers from global to this block's shared memory, counted by `barrier`.
 
-    The DSL's copy atom names its target as an address of the cluster, by an instruction that SM120 objects shall not hold.
+    They are read once, so their lines leave the L2 first: the tables that say where rows lie stay there instead, and every window waits
+    for two looks at them. The DSL's copy atom names its target as an address of the cluster, by an instruction that SM120 objects shall
+    not hold.
     """
     llvm.inline_asm(
         None,
-        [Int32(target.toint()).ir_value(), address.ir_value(), Int32(barrier.toint()).ir_value()],
-        f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [$0], [$1], {count * 4}, [$2];",
-        "r,l,r",
+        [Int32(target.toint()).ir_value(), address.ir_value(), Int32(barrier.toint()).ir_value(), Int64(memory.EVICT_FIRST).ir_value()],
+        f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], {count * 4}, [$2], $3;",
+        "r,l,r,l",
         has_side_effects=True,
     )
