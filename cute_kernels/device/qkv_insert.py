@@ -1,16 +1,18 @@
 """The insert kernel of both families: q heads normalised, rotated and padded, this step's KV rows rotated and stored in the window cache.
 
-A block serves four q heads, 4 KB, or has a warp for each of some KV rows. Heads come by bulk copies into shared memory, from where they
-are read twice: for the sum of squares, and to be scaled, rotated and stored. So what is under way from memory takes no registers, and
-8 or 16 lanes that share a head leave few instructions that serve one head only. KV rows come first in the grid: theirs is the longest
-way. What differs between formats is handed in as values: two row writers.
+A block is one warp. It serves four q heads, 4 KB, or a KV row. Heads come by bulk copies into shared memory, from where they are read
+twice: for the sum of squares, and to be scaled, rotated and stored. So what is under way from memory takes no registers, and 8 or 16
+lanes that share a head leave few instructions that serve one head only; where 16 do, a warp serves two heads and then the other two.
+KV rows come first in the grid: theirs is the longest way. What differs between formats is handed in as values: two row writers.
 """
 
+import functools
+import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.utils import SmemAllocator
 
@@ -23,9 +25,8 @@ from cute_kernels.device.window_ring import copy_bulk
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, NOPE_DIM, ROPE_DIM
 
 HEADS = 4  # of a block. A copy by blocks of 4 KB is the fastest on an H200; by 2 or 8 KB it takes 25% and 3% more.
-# By the columns of an access: lanes that share a head, and blocks that should fit on an SM at once, which bounds the registers.
-LANES = {8: 16, 16: 8}
-RESIDENT = {8: 20, 16: 32}
+LANES = {8: 16, 16: 8}  # that share a head, by the columns of an access
+RESIDENT = 32  # blocks that should fit on an SM at once: bounds the registers
 
 
 class Arguments(NamedTuple):
@@ -45,9 +46,9 @@ class Arguments(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Shared memory of a warp: its heads as they arrive, and the barrier that counts their bytes."""
+    """Shared memory: heads as they arrive, and the barrier that counts their bytes."""
 
-    heads: cute.Tensor  # [512, heads] bf16
+    heads: cute.Tensor  # [512, HEADS] bf16
     full: cute.Pointer
 
 
@@ -116,9 +117,9 @@ class InsertKernel:
         return LANES[self.columns]
 
     @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return HEADS * self.lanes // WARP
+    def at_once(self) -> int:
+        """Heads that a warp serves side by side."""
+        return WARP // self.lanes
 
     @cute.jit
     def __call__(self, *args):
@@ -126,9 +127,9 @@ class InsertKernel:
         tokens, padded = memory.extent(arguments.q), Int32(arguments.out.shape[1])
         heads = tokens * padded
         self.kernel(arguments, heads, Divisor.of(cutlass.max(padded, 1))).launch(
-            grid=[(tokens + self.warps - 1) // self.warps + (heads + HEADS - 1) // HEADS, 1, 1],
-            block=[self.warps * WARP, 1, 1],
-            min_blocks_per_mp=RESIDENT[self.columns],
+            grid=[tokens + (heads + HEADS - 1) // HEADS, 1, 1],
+            block=[WARP, 1, 1],
+            min_blocks_per_mp=RESIDENT,
             preferred_smem_carveout=100,  # percent: room for the heads of as many blocks as there are places for
             stream=args[-1],
             use_pdl=self.pdl,
@@ -137,69 +138,74 @@ class InsertKernel:
     @cute.kernel
     def kernel(self, mA: Arguments, heads: Int32, by_padded: Divisor):
         """heads: of all tokens, padded ones included."""
-        tid, _, _ = cute.arch.thread_idx()
+        lane, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        warp, lane = cute.arch.make_warp_uniform(tid // WARP), tid % WARP
         smem = SmemAllocator()
-        heads_of_warp = cutlass.const_expr(WARP // self.lanes)
-        arriving = smem.allocate_tensor(BFloat16, cute.make_layout((HEAD_DIM, heads_of_warp, self.warps)), byte_alignment=128)
-        full = smem.allocate_tensor(Int64, cute.make_layout(self.warps), byte_alignment=8)
-        if tid < self.warps:
-            cute.arch.mbarrier_init(full.iterator + tid, 1)
+        arriving = smem.allocate_tensor(BFloat16, cute.make_layout((HEAD_DIM, HEADS)), byte_alignment=128)
+        full = smem.allocate_tensor(Int64, cute.make_layout(1), byte_alignment=8)
+        if lane == 0:
+            cute.arch.mbarrier_init(full.iterator, 1)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        cute.arch.sync_warp()
         pdl.begin(self.pdl, mA.independent)
         tokens = memory.extent(mA.q)
-        first = block - (tokens + self.warps - 1) // self.warps  # of the blocks with heads
-        if first < 0:
-            token = block * self.warps + warp
-            if token < tokens:
-                self.insert_kv(mA, token, Lanes(WARP, self.columns), lane)
+        if block < tokens:
+            self.insert_kv(mA, block, Lanes(WARP, self.columns), lane)
         else:
-            index = first * HEADS + tid // self.lanes
-            stage = Stage(arriving[None, None, warp], full.iterator + warp)
-            self.insert_q(mA, index, heads, by_padded, stage, Lanes(self.lanes, self.columns), lane)
+            self.insert_q(mA, (block - tokens) * HEADS, heads, by_padded, Stage(arriving, full.iterator), lane)
         pdl.end(self.pdl, mA.independent)
 
     @cute.jit
-    def insert_q(self, mA: Arguments, index: Int32, heads: Int32, by_padded: Divisor, stage: Stage, part: Lanes, lane: Int32):
-        """A lane's part of head `index` of all: zero where it pads the token's, or where the token's position has no rotation."""
+    def insert_q(self, mA: Arguments, first: Int32, heads: Int32, by_padded: Divisor, stage: Stage, lane: Int32):
+        """Heads `first` to `first` + 3 of all: zero where one pads its token's, or where the token's position has no rotation."""
         padded, available = Int32(mA.out.shape[1]), Int32(mA.q.shape[1])
-        token = by_padded.quotient(cutlass.min(index, heads - 1))
-        head = index - token * padded
-        target = head_address(mA.out, token, head)
+        part, turns = Lanes(self.lanes, self.columns), range(HEADS // self.at_once)
+        indices = [first + turn * self.at_once + lane // part.lanes for turn in turns]
+        tokens = [by_padded.quotient(cutlass.min(index, heads - 1)) for index in indices]
+        own = [index - token * padded for index, token in zip(indices, tokens, strict=True)]  # of its token's heads
         part_lane = lane % part.lanes
-        rotated = cutlass.Boolean(False)
-        if cute.arch.vote_any_sync(head < available):
-            fetch(head_address(mA.q, token, cutlass.min(head, available - 1)), stage, part.lanes)
-            position = Int64(mA.positions[token])
-            inside = memory.in_range(position, memory.extent(mA.cos_sin))
-            rotation = part.load_rotation(mA.cos_sin, cutlass.select_(inside, position, Int64(0)), part_lane)
-            rotated = inside & (head < available)
+        rotated = cute.make_rmem_tensor(cute.make_layout(len(turns)), Int32)
+        rotated.fill(0)
+        if cute.arch.vote_any_sync(functools.reduce(operator.or_, [head < available for head in own])):
+            fetch([head_address(mA.q, tokens[turn], cutlass.min(own[turn], available - 1)) for turn in turns], stage, part.lanes)
+            positions = [Int64(mA.positions[token]) for token in tokens]
+            inside = [memory.in_range(position, memory.extent(mA.cos_sin)) for position in positions]
+            places = [cutlass.select_(inside[turn], positions[turn], Int64(0)) for turn in turns]
+            rotations = [part.load_rotation(mA.cos_sin, place, part_lane) for place in places]
             cute.arch.mbarrier_wait(stage.full, 0)
-            row = stage.heads[None, lane // part.lanes]
-            factor = None
-            if cutlass.const_expr(mA.eps is not None):
-                total = norm_rope.square_sum_bf16([part.read(row, p, part_lane) for p in range(part.pieces)])
-                factor = norm_rope.rms_factor(cute.arch.warp_reduction_sum(total, threads_in_group=part.lanes), mA.eps)
-                if cutlass.const_expr(mA.inverse_q_scale is not None):
-                    factor = factor * mA.inverse_q_scale  # of a normalised head nothing overflows: scaled along with it
-                in_order()  # the values are read once more, or they would not fit the registers
-            if rotated:
+            for turn in cutlass.range_constexpr(len(turns)):
+                rotated[turn] = Int32(inside[turn] & (own[turn] < available))
+                row = stage.heads[None, turn * self.at_once + lane // part.lanes]
+                target = head_address(mA.out, tokens[turn], own[turn])
+                self.store_head(mA, row, target, rotated[turn] != 0, rotations[turn], part, part_lane)
+        for turn in cutlass.range_constexpr(len(turns)):
+            if (indices[turn] < heads) & (rotated[turn] == 0):
+                zeros = cute.make_rmem_tensor(cute.make_layout(self.columns), Float32)
+                zeros.fill(0.0)
+                target = head_address(mA.out, tokens[turn], own[turn])
                 for p in cutlass.range_constexpr(part.pieces):
-                    values = convert.widen(part.read(row, p, part_lane))
-                    if cutlass.const_expr(factor is not None):
-                        scale(values, factor)
-                    if cutlass.const_expr(p == part.pieces - 1):
-                        rotate_fused(values, part.rotated(part_lane), rotation)
-                    if cutlass.const_expr(factor is None and mA.inverse_q_scale is not None):
-                        scale(values, mA.inverse_q_scale)
-                    self.q_writer(mA).store(target, part.column(p, part_lane), values)
-        if (index < heads) & (not rotated):
-            zeros = cute.make_rmem_tensor(cute.make_layout(self.columns), Float32)
-            zeros.fill(0.0)
+                    self.q_writer(mA).store(target, part.column(p, part_lane), zeros)
+
+    @cute.jit
+    def store_head(self, mA: Arguments, row: cute.Tensor, target: Int64, rotated: Boolean, rotation: cute.Tensor, part: Lanes, lane: Int32):
+        """A lane's part of a head that has arrived, where it is to be rotated. The whole warp calls."""
+        factor = None
+        if cutlass.const_expr(mA.eps is not None):
+            total = norm_rope.square_sum_bf16([part.read(row, p, lane) for p in range(part.pieces)])
+            factor = norm_rope.rms_factor(cute.arch.warp_reduction_sum(total, threads_in_group=part.lanes), mA.eps)
+            if cutlass.const_expr(mA.inverse_q_scale is not None):
+                factor = factor * mA.inverse_q_scale  # of a normalised head nothing overflows: scaled along with it
+            in_order()  # the values are read once more, or they would not fit the registers
+        if rotated:
             for p in cutlass.range_constexpr(part.pieces):
-                self.q_writer(mA).store(target, part.column(p, part_lane), zeros)
+                values = convert.widen(part.read(row, p, lane))
+                if cutlass.const_expr(factor is not None):
+                    scale(values, factor)
+                if cutlass.const_expr(p == part.pieces - 1):
+                    rotate_fused(values, part.rotated(lane), rotation)
+                if cutlass.const_expr(factor is None and mA.inverse_q_scale is not None):
+                    scale(values, mA.inverse_q_scale)
+                self.q_writer(mA).store(target, part.column(p, lane), values)
 
     @cute.jit
     def insert_kv(self, mA: Arguments, token: Int32, part: Lanes, lane: Int32):
@@ -227,17 +233,16 @@ def head_address(heads: cute.Tensor, token: Int32, head: Int32) -> Int64:
 
 
 @cute.jit
-def fetch(address: Int64, stage: Stage, lanes: cutlass.Constexpr):
-    """Have the warp's heads copied into its stage; each of a head's `lanes` lanes knows its address. The whole warp calls.
+def fetch(addresses: list, stage: Stage, lanes: cutlass.Constexpr):
+    """Have the heads of a warp copied into its stage, turn by turn; each of a head's `lanes` lanes knows its address. The whole warp calls.
 
     One thread issues all copies: the machine takes their addresses from uniform registers, and goes through lanes one by one.
     """
-    count = cutlass.const_expr(WARP // lanes)
-    addresses = [cute.arch.shuffle_sync(address, k * lanes) for k in range(count)]
+    sources = [cute.arch.shuffle_sync(address, k * lanes) for address in addresses for k in range(WARP // lanes)]
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(stage.full, count * HEAD_DIM * 2)
-        for k in cutlass.range_constexpr(count):
-            copy_bulk(addresses[k], stage.heads.iterator + k * HEAD_DIM, HEAD_DIM * 2 // 4, stage.full)
+        cute.arch.mbarrier_arrive_and_expect_tx(stage.full, HEADS * HEAD_DIM * 2)
+        for k in cutlass.range_constexpr(HEADS):
+            copy_bulk(sources[k], stage.heads.iterator + k * HEAD_DIM, HEAD_DIM * 2 // 4, stage.full)
     in_order()
 
 
