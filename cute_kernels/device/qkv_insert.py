@@ -1,9 +1,10 @@
 """The insert kernel of both families: q heads normalised, rotated and padded, this step's KV rows rotated and stored in the window cache.
 
-A block is one warp. It serves four q heads, 4 KB, or a KV row. Heads come by bulk copies into shared memory, from where they are read
-twice: for the sum of squares, and to be scaled, rotated and stored. So what is under way from memory takes no registers, and 8 or 16
-lanes that share a head leave few instructions that serve one head only; where 16 do, a warp serves two heads and then the other two.
-KV rows come first in the grid: theirs is the longest way. What differs between formats is handed in as values: two row writers.
+A block is one warp. It serves four q heads, 4 KB, or a KV row. Heads come by bulk copies into shared memory, so that what is under way
+from memory takes no registers. They are read twice, for the sum of squares, and to be scaled, rotated and stored; once where 16 lanes
+share a head and store it as FP8, which leaves registers for it. 8 or 16 lanes that share a head leave few instructions that serve one
+head only; where 16 do, a warp serves two heads and then the other two. KV rows come first in the grid: theirs is the longest way. What
+differs between formats is handed in as values: two row writers.
 """
 
 import functools
@@ -189,16 +190,20 @@ class InsertKernel:
     @cute.jit
     def store_head(self, mA: Arguments, row: cute.Tensor, target: Int64, rotated: Boolean, rotation: cute.Tensor, part: Lanes, lane: Int32):
         """A lane's part of a head that has arrived, where it is to be rotated. The whole warp calls."""
-        factor = None
+        once = cutlass.const_expr(mA.out.element_type is Float8E4M3FN and part.lanes == 16)  # others would spill registers
+        factor, pieces = None, [part.read(row, p, lane) for p in range(part.pieces)]
         if cutlass.const_expr(mA.eps is not None):
-            total = norm_rope.square_sum_bf16([part.read(row, p, lane) for p in range(part.pieces)])
+            total = norm_rope.square_sum_bf16(pieces)
             factor = norm_rope.rms_factor(cute.arch.warp_reduction_sum(total, threads_in_group=part.lanes), mA.eps)
             if cutlass.const_expr(mA.inverse_q_scale is not None):
                 factor = factor * mA.inverse_q_scale  # of a normalised head nothing overflows: scaled along with it
-            in_order()  # the values are read once more, or they would not fit the registers
+            in_order()  # what is read behind this is not taken from the registers
         if rotated:
             for p in cutlass.range_constexpr(part.pieces):
-                values = convert.widen(part.read(row, p, lane))
+                if cutlass.const_expr(once):
+                    values = convert.widen(pieces[p])
+                else:
+                    values = convert.widen(part.read(row, p, lane))
                 if cutlass.const_expr(factor is not None):
                     scale(values, factor)
                 if cutlass.const_expr(p == part.pieces - 1):
