@@ -1,10 +1,10 @@
 """The insert kernel of both families: q heads normalised, rotated and padded, this step's KV rows rotated and stored in the window cache.
 
-A block is one warp. It serves four q heads, 4 KB, or a KV row. Heads come by bulk copies into shared memory, so that what is under way
-from memory takes no registers. They are read twice, for the sum of squares, and to be scaled, rotated and stored; once where 16 lanes
-share a head and store it as FP8, which leaves registers for it. 8 or 16 lanes that share a head leave few instructions that serve one
-head only; where 16 do, a warp serves two heads and then the other two. KV rows come first in the grid: theirs is the longest way. What
-differs between formats is handed in as values: two row writers.
+A block is one warp. It serves four q heads, 4 KB, or one or two KV rows. Heads come by bulk copies into shared memory, so that what is
+under way from memory takes no registers. They are read twice, for the sum of squares, and to be scaled, rotated and stored; once where 16
+lanes share a head and store it as FP8, which leaves registers for it. 8 or 16 lanes that share a head leave few instructions that serve
+one head only; where 16 do, a warp serves two heads and then the other two. KV rows come first in the grid: theirs is the longest way.
+What differs between formats is handed in as values: two row writers.
 """
 
 import functools
@@ -26,7 +26,10 @@ from cute_kernels.device.window_ring import copy_bulk
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, NOPE_DIM, ROPE_DIM
 
 HEADS = 4  # of a block. A copy by blocks of 4 KB is the fastest on an H200; by 2 or 8 KB it takes 25% and 3% more.
-LANES = {8: 16, 16: 8}  # that share a head, by the columns of an access
+# By the columns of an access: lanes that share a head, and KV rows of a block. With two KV rows 256 tokens of 64 heads make 4224 blocks,
+# 32 for each of an H200's 132 SMs; with wider accesses two would spill registers.
+LANES = {8: 16, 16: 8}
+KV_ROWS = {8: 2, 16: 1}
 RESIDENT = 32  # blocks that should fit on an SM at once: bounds the registers
 
 
@@ -118,6 +121,11 @@ class InsertKernel:
         return LANES[self.columns]
 
     @property
+    def kv_rows(self) -> int:
+        """KV rows of a block."""
+        return KV_ROWS[self.columns]
+
+    @property
     def at_once(self) -> int:
         """Heads that a warp serves side by side."""
         return WARP // self.lanes
@@ -128,7 +136,7 @@ class InsertKernel:
         tokens, padded = memory.extent(arguments.q), Int32(arguments.out.shape[1])
         heads = tokens * padded
         self.kernel(arguments, heads, Divisor.of(cutlass.max(padded, 1))).launch(
-            grid=[tokens + (heads + HEADS - 1) // HEADS, 1, 1],
+            grid=[(tokens + self.kv_rows - 1) // self.kv_rows + (heads + HEADS - 1) // HEADS, 1, 1],
             block=[WARP, 1, 1],
             min_blocks_per_mp=RESIDENT,
             preferred_smem_carveout=100,  # percent: room for the heads of as many blocks as there are places for
@@ -149,11 +157,11 @@ class InsertKernel:
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
         pdl.begin(self.pdl, mA.independent)
-        tokens = memory.extent(mA.q)
-        if block < tokens:
-            self.insert_kv(mA, block, Lanes(WARP, self.columns), lane)
+        first = block - (memory.extent(mA.q) + self.kv_rows - 1) // self.kv_rows  # of the blocks with heads
+        if first < 0:
+            self.insert_kv(mA, block * self.kv_rows, Lanes(WARP, self.columns), lane)
         else:
-            self.insert_q(mA, (block - tokens) * HEADS, heads, by_padded, Stage(arriving, full.iterator), lane)
+            self.insert_q(mA, first * HEADS, heads, by_padded, Stage(arriving, full.iterator), lane)
         pdl.end(self.pdl, mA.independent)
 
     @cute.jit
@@ -213,22 +221,28 @@ class InsertKernel:
                 self.q_writer(mA).store(target, part.column(p, lane), values)
 
     @cute.jit
-    def insert_kv(self, mA: Arguments, token: Int32, part: Lanes, lane: Int32):
-        """The KV row of a token; nothing where it has no slot in the pool, or its position no rotation."""
-        loaded = part.load(memory.base_address(mA.kv) + Int64(token) * memory.byte_stride(mA.kv, 0), lane)
+    def insert_kv(self, mA: Arguments, first: Int32, part: Lanes, lane: Int32):
+        """The KV rows of the tokens from `first` on; nothing where one has no slot in the pool, or its position no rotation."""
+        tokens = [cutlass.min(first + r, memory.extent(mA.q) - 1) for r in range(self.kv_rows)]
+        loaded = [part.load(memory.base_address(mA.kv) + Int64(token) * memory.byte_stride(mA.kv, 0), lane) for token in tokens]
         in_order()
-        position, slot = Int64(mA.positions[token]), Int64(-1)
-        if token < memory.extent(mA.slots):
-            slot = Int64(mA.slots[token])
+        positions = [Int64(mA.positions[token]) for token in tokens]
+        slots = cute.make_rmem_tensor(cute.make_layout(self.kv_rows), Int64)
+        slots.fill(-1)
+        for r in cutlass.range_constexpr(self.kv_rows):
+            if first + r < cutlass.min(memory.extent(mA.q), memory.extent(mA.slots)):
+                slots[r] = Int64(mA.slots[tokens[r]])
         capacity = Int64(mA.kv_cache.shape[0]) * Int64(mA.kv_cache.shape[1])
-        rotated = memory.in_range(position, memory.extent(mA.cos_sin))
-        rotation = part.load_rotation(mA.cos_sin, cutlass.select_(rotated, position, Int64(0)), lane)
-        if rotated & memory.in_range(slot, capacity):
-            for p in cutlass.range_constexpr(part.pieces):
-                values = convert.widen(loaded[None, p])
-                if cutlass.const_expr(p == part.pieces - 1):
-                    norm_rope.rotate(values, part.rotated(lane), rotation)
-                self.kv_writer(mA).write(mA.kv_cache, Uint32(slot), part.column(p, lane), values, lane)
+        rotated = [memory.in_range(position, memory.extent(mA.cos_sin)) for position in positions]
+        places = [cutlass.select_(rotated[r], positions[r], Int64(0)) for r in range(self.kv_rows)]
+        rotations = [part.load_rotation(mA.cos_sin, place, lane) for place in places]
+        for r in cutlass.range_constexpr(self.kv_rows):
+            if rotated[r] & memory.in_range(slots[r], capacity):
+                for p in cutlass.range_constexpr(part.pieces):
+                    values = convert.widen(loaded[r][None, p])
+                    if cutlass.const_expr(p == part.pieces - 1):
+                        norm_rope.rotate(values, part.rotated(lane), rotations[r])
+                    self.kv_writer(mA).write(mA.kv_cache, Uint32(slots[r]), part.column(p, lane), values, lane)
 
 
 def head_address(heads: cute.Tensor, token: Int32, head: Int32) -> Int64:
