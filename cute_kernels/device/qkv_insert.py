@@ -50,10 +50,11 @@ class Arguments(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Shared memory: heads as they arrive, and the barrier that counts their bytes."""
+    """Shared memory: heads as they arrive, the barrier that counts their bytes, and a word of each lane."""
 
     heads: cute.Tensor  # [512, HEADS] bf16
     full: cute.Pointer
+    words: cute.Tensor  # [32]
 
 
 @dataclass(frozen=True)
@@ -152,17 +153,24 @@ class InsertKernel:
         smem = SmemAllocator()
         arriving = smem.allocate_tensor(BFloat16, cute.make_layout((HEAD_DIM, HEADS)), byte_alignment=128)
         full = smem.allocate_tensor(Int64, cute.make_layout(1), byte_alignment=8)
+        words = smem.allocate_tensor(Int32, cute.make_layout(WARP), byte_alignment=8)
+        stage = Stage(arriving, full.iterator, words)
         if lane == 0:
             cute.arch.mbarrier_init(full.iterator, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
-        pdl.begin(self.pdl, mA.independent)
         first = block - (memory.extent(mA.q) + self.kv_rows - 1) // self.kv_rows  # of the blocks with heads
         if first < 0:
-            self.insert_kv(mA, block * self.kv_rows, Lanes(WARP, self.columns), lane)
+            self.insert_kv(mA, block * self.kv_rows, stage, Lanes(WARP, self.columns), lane)
         else:
-            self.insert_q(mA, first * HEADS, heads, by_padded, Stage(arriving, full.iterator), lane)
+            self.insert_q(mA, first * HEADS, heads, by_padded, stage, lane)
         pdl.end(self.pdl, mA.independent)
+
+    def begin(self, mA: Arguments, stage: Stage, addresses: list, lane: Int32) -> None:
+        """Wait for the grid in front, with a lane's addresses known and what is read behind them of the parameters fetched before."""
+        known = functools.reduce(operator.add, [*addresses, memory.base_address(mA.positions), memory.base_address(mA.cos_sin)])
+        pdl.settle(self.pdl, stage.words.iterator + lane, Int32(known))
+        pdl.begin(self.pdl, mA.independent)
 
     @cute.jit
     def insert_q(self, mA: Arguments, first: Int32, heads: Int32, by_padded: Divisor, stage: Stage, lane: Int32):
@@ -172,11 +180,14 @@ class InsertKernel:
         indices = [first + turn * self.at_once + lane // part.lanes for turn in turns]
         tokens = [by_padded.quotient(cutlass.min(index, heads - 1)) for index in indices]
         own = [index - token * padded for index, token in zip(indices, tokens, strict=True)]  # of its token's heads
+        sources = [head_address(mA.q, tokens[turn], cutlass.min(own[turn], available - 1)) for turn in turns]
+        targets = [head_address(mA.out, tokens[turn], own[turn]) for turn in turns]
+        self.begin(mA, stage, [*sources, *targets], lane)
         part_lane = lane % part.lanes
         rotated = cute.make_rmem_tensor(cute.make_layout(len(turns)), Int32)
         rotated.fill(0)
         if cute.arch.vote_any_sync(functools.reduce(operator.or_, [head < available for head in own])):
-            fetch([head_address(mA.q, tokens[turn], cutlass.min(own[turn], available - 1)) for turn in turns], stage, part.lanes)
+            fetch(sources, stage, part.lanes)
             positions = [Int64(mA.positions[token]) for token in tokens]
             inside = [memory.in_range(position, memory.extent(mA.cos_sin)) for position in positions]
             places = [cutlass.select_(inside[turn], positions[turn], Int64(0)) for turn in turns]
@@ -185,15 +196,13 @@ class InsertKernel:
             for turn in cutlass.range_constexpr(len(turns)):
                 rotated[turn] = Int32(inside[turn] & (own[turn] < available))
                 row = stage.heads[None, turn * self.at_once + lane // part.lanes]
-                target = head_address(mA.out, tokens[turn], own[turn])
-                self.store_head(mA, row, target, rotated[turn] != 0, rotations[turn], part, part_lane)
+                self.store_head(mA, row, targets[turn], rotated[turn] != 0, rotations[turn], part, part_lane)
         for turn in cutlass.range_constexpr(len(turns)):
             if (indices[turn] < heads) & (rotated[turn] == 0):
                 zeros = cute.make_rmem_tensor(cute.make_layout(self.columns), Float32)
                 zeros.fill(0.0)
-                target = head_address(mA.out, tokens[turn], own[turn])
                 for p in cutlass.range_constexpr(part.pieces):
-                    self.q_writer(mA).store(target, part.column(p, part_lane), zeros)
+                    self.q_writer(mA).store(targets[turn], part.column(p, part_lane), zeros)
 
     @cute.jit
     def store_head(self, mA: Arguments, row: cute.Tensor, target: Int64, rotated: Boolean, rotation: cute.Tensor, part: Lanes, lane: Int32):
@@ -221,10 +230,12 @@ class InsertKernel:
                 self.q_writer(mA).store(target, part.column(p, lane), values)
 
     @cute.jit
-    def insert_kv(self, mA: Arguments, first: Int32, part: Lanes, lane: Int32):
+    def insert_kv(self, mA: Arguments, first: Int32, stage: Stage, part: Lanes, lane: Int32):
         """The KV rows of the tokens from `first` on; nothing where one has no slot in the pool, or its position no rotation."""
         tokens = [cutlass.min(first + r, memory.extent(mA.q) - 1) for r in range(self.kv_rows)]
-        loaded = [part.load(memory.base_address(mA.kv) + Int64(token) * memory.byte_stride(mA.kv, 0), lane) for token in tokens]
+        rows = [memory.base_address(mA.kv) + Int64(token) * memory.byte_stride(mA.kv, 0) for token in tokens]
+        self.begin(mA, stage, rows, lane)
+        loaded = [part.load(row, lane) for row in rows]
         in_order()
         positions = [Int64(mA.positions[token]) for token in tokens]
         slots = cute.make_rmem_tensor(cute.make_layout(self.kv_rows), Int64)
