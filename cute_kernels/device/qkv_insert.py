@@ -26,10 +26,10 @@ from cute_kernels.device.window_ring import copy_bulk
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, NOPE_DIM, ROPE_DIM
 
 HEADS = 4  # of a block. A copy by blocks of 4 KB is the fastest on an H200; by 2 or 8 KB it takes 25% and 3% more.
-# By the columns of an access: lanes that share a head, and KV rows of a block. With two KV rows 256 tokens of 64 heads make 4224 blocks,
-# 32 for each of an H200's 132 SMs; with wider accesses two would spill registers.
+# By the columns of an access: lanes that share a head, and KV rows that a block may have; with wider accesses two would spill registers.
 LANES = {8: 16, 16: 8}
 KV_ROWS = {8: 2, 16: 1}
+PAIRS_FROM = 2048  # tokens: a block has as many KV rows as it may from here on, and one below, where the slowest block decides
 RESIDENT = 32  # blocks that should fit on an SM at once: bounds the registers
 
 
@@ -123,7 +123,7 @@ class InsertKernel:
 
     @property
     def kv_rows(self) -> int:
-        """KV rows of a block."""
+        """KV rows of a block in a long step."""
         return KV_ROWS[self.columns]
 
     @property
@@ -136,8 +136,9 @@ class InsertKernel:
         arguments = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
         tokens, padded = memory.extent(arguments.q), Int32(arguments.out.shape[1])
         heads = tokens * padded
-        self.kernel(arguments, heads, Divisor.of(cutlass.max(padded, 1))).launch(
-            grid=[(tokens + self.kv_rows - 1) // self.kv_rows + (heads + HEADS - 1) // HEADS, 1, 1],
+        kv_blocks = Int32(cutlass.select_(tokens < PAIRS_FROM, tokens, cute.ceil_div(tokens, self.kv_rows)))
+        self.kernel(arguments, heads, Divisor.of(cutlass.max(padded, 1)), kv_blocks).launch(
+            grid=[kv_blocks + cute.ceil_div(heads, HEADS), 1, 1],
             block=[WARP, 1, 1],
             min_blocks_per_mp=RESIDENT,
             preferred_smem_carveout=100,  # percent: room for the heads of as many blocks as there are places for
@@ -146,8 +147,8 @@ class InsertKernel:
         )
 
     @cute.kernel
-    def kernel(self, mA: Arguments, heads: Int32, by_padded: Divisor):
-        """heads: of all tokens, padded ones included."""
+    def kernel(self, mA: Arguments, heads: Int32, by_padded: Divisor, kv_blocks: Int32):
+        """heads: of all tokens, padded ones included; kv_blocks: as many as tokens, or each with `kv_rows` of their rows."""
         lane, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         smem = SmemAllocator()
@@ -159,11 +160,13 @@ class InsertKernel:
             cute.arch.mbarrier_init(full.iterator, 1)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_warp()
-        first = block - (memory.extent(mA.q) + self.kv_rows - 1) // self.kv_rows  # of the blocks with heads
-        if first < 0:
-            self.insert_kv(mA, block * self.kv_rows, stage, Lanes(WARP, self.columns), lane)
+        if block >= kv_blocks:
+            self.insert_q(mA, (block - kv_blocks) * HEADS, heads, by_padded, stage, lane)
+        elif kv_blocks == memory.extent(mA.q):
+            self.insert_kv(mA, block, 1, stage, lane)
         else:
-            self.insert_q(mA, first * HEADS, heads, by_padded, stage, lane)
+            if cutlass.const_expr(self.kv_rows > 1):
+                self.insert_kv(mA, block * self.kv_rows, self.kv_rows, stage, lane)
         pdl.end(self.pdl, mA.independent)
 
     def begin(self, mA: Arguments, stage: Stage, addresses: list, lane: Int32) -> None:
@@ -230,24 +233,25 @@ class InsertKernel:
                 self.q_writer(mA).store(target, part.column(p, lane), values)
 
     @cute.jit
-    def insert_kv(self, mA: Arguments, first: Int32, stage: Stage, part: Lanes, lane: Int32):
-        """The KV rows of the tokens from `first` on; nothing where one has no slot in the pool, or its position no rotation."""
-        tokens = [cutlass.min(first + r, memory.extent(mA.q) - 1) for r in range(self.kv_rows)]
+    def insert_kv(self, mA: Arguments, first: Int32, count: cutlass.Constexpr, stage: Stage, lane: Int32):
+        """The KV rows of `count` tokens from `first` on; nothing where one has no slot in the pool, or its position no rotation."""
+        part = Lanes(WARP, self.columns)
+        tokens = [cutlass.min(first + r, memory.extent(mA.q) - 1) for r in range(count)]
         rows = [memory.base_address(mA.kv) + Int64(token) * memory.byte_stride(mA.kv, 0) for token in tokens]
         self.begin(mA, stage, rows, lane)
         loaded = [part.load(row, lane) for row in rows]
         in_order()
         positions = [Int64(mA.positions[token]) for token in tokens]
-        slots = cute.make_rmem_tensor(cute.make_layout(self.kv_rows), Int64)
+        slots = cute.make_rmem_tensor(cute.make_layout(count), Int64)
         slots.fill(-1)
-        for r in cutlass.range_constexpr(self.kv_rows):
+        for r in cutlass.range_constexpr(count):
             if first + r < cutlass.min(memory.extent(mA.q), memory.extent(mA.slots)):
                 slots[r] = Int64(mA.slots[tokens[r]])
         capacity = Int64(mA.kv_cache.shape[0]) * Int64(mA.kv_cache.shape[1])
         rotated = [memory.in_range(position, memory.extent(mA.cos_sin)) for position in positions]
-        places = [cutlass.select_(rotated[r], positions[r], Int64(0)) for r in range(self.kv_rows)]
+        places = [cutlass.select_(rotated[r], positions[r], Int64(0)) for r in range(count)]
         rotations = [part.load_rotation(mA.cos_sin, place, lane) for place in places]
-        for r in cutlass.range_constexpr(self.kv_rows):
+        for r in cutlass.range_constexpr(count):
             if rotated[r] & memory.in_range(slots[r], capacity):
                 for p in cutlass.range_constexpr(part.pieces):
                     values = convert.widen(loaded[r][None, p])

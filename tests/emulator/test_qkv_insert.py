@@ -10,6 +10,7 @@ import torch
 from cute_kernels import ops, reference
 from cute_kernels.compile.matrix import support_matrix
 from cute_kernels.compile.spec import QkvInsertSpec
+from cute_kernels.device.qkv_insert import KV_ROWS, PAIRS_FROM
 from cute_kernels.target import Target
 from tests.emulator.emulated import Coverage, at_alignment, emulated, sparse
 from tests.support.insert import InsertCase, check_insert, make_insert_case
@@ -60,6 +61,8 @@ def test_every_spec(spec: QkvInsertSpec) -> None:
         check(spec, make(spec, 5, heads=1, padded_heads=4, value_scale=1e-5, slotless=0.0))
         case = make(spec, 3, heads=62, padded_heads=62, value_scale=300.0, slotless=0.0)
         check(spec, dataclasses.replace(case, q=with_gaps(case.q, spec.vector_bytes), kv=with_gaps(case.kv, spec.vector_bytes)))
+        if KV_ROWS[spec.vector_bytes // 2] > 1:  # an odd number of rows, two a block
+            check(spec, make(spec, PAIRS_FROM + 1, heads=1, padded_heads=1, short_slots=2, stray_positions=True))
     coverage.require(str(spec))
 
 
