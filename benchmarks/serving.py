@@ -15,6 +15,7 @@ import torch
 from cute_kernels.indices import CombinedIndices, IdSource, SegmentIndices
 from cute_kernels.kv_format import FORMATS, PoolGeometry
 from cute_kernels.save_policy import SavePolicy, overlap
+from cute_kernels.scratch import compress_scratch
 
 DEVICE = "cuda"
 STARTS = (0, 1026, 515, 2048)
@@ -111,6 +112,8 @@ def compress_arguments(
             options["seq_lens"] = torch.tensor([s + n for s, n in requests], dtype=torch.int32, device=DEVICE)
     if fmt.scaled:
         options["kv_scale"] = 0.5
+    if fmt.packed and ratio == 128:
+        options["scratch"] = compress_scratch(DEVICE)
     return args, options
 
 

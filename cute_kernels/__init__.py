@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from cute_kernels.ops import sparse_indices as sparse_indices
     from cute_kernels.save_policy import SavePolicy as SavePolicy
     from cute_kernels.scales import AttentionScales as AttentionScales
+    from cute_kernels.scratch import compress_scratch as compress_scratch
     from cute_kernels.step import CallPolicy as CallPolicy
     from cute_kernels.step import StepMetadata as StepMetadata
     from cute_kernels.step import slot_mapping as slot_mapping
@@ -54,6 +55,7 @@ _HOME = {
     "CallPolicy": "step",
     "CombinedIndices": "indices",
     "CompileError": "errors",
+    "compress_scratch": "scratch",
     "compress_store": "ops",
     "convert_indices": "ops",
     "CuteKernelsError": "errors",

@@ -193,6 +193,7 @@ class _Writer:
 
     def __init__(self, form: Form, given: Mapping[str, Any], kept: Mapping[str, Any], launched: Launched) -> None:
         self.form, self.given, self.kept, self.launched = form, given, kept, launched
+        self.substitutes = form.operation.substitutes(given)
         self.scope: dict[str, Any] = {"kernel": launched.kernel}
         self.body: list[str] = []
         self.known = {id(v): e for name in form.names if name in form.operation.made for e, v in _parts(name, given[name])}
@@ -230,6 +231,10 @@ class _Writer:
             return self.constant(constants[name])
         if name in self.outputs:
             return self.outputs[name]
+        if name in self.substitutes:
+            import tvm_ffi
+
+            return self.constant(tvm_ffi.from_dlpack(self.substitutes[name]))
         return name if name in self.form.names else self.constant(self.kept.get(name, self.given.get(name)))
 
     def varying_vectors(self) -> list[str]:

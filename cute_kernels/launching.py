@@ -10,7 +10,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -71,6 +71,7 @@ class Operation:
     made       arguments that the call returns, or makes where they are None
     outputs    (arguments, plan) -> those of them that the compiled function takes, by its names, and what the call returns; None: nothing
     reference  the same call in plain PyTorch
+    absent     optional arguments for which the compiled function takes something else, by device, and always the same
     """
 
     public: Callable[..., Any]
@@ -87,6 +88,7 @@ class Operation:
     made: tuple[str, ...]
     outputs: Callable[[Mapping[str, Any], Plan], tuple[Mapping[str, Any], Any]] | None
     reference: Callable[[Mapping[str, Any], Target | None], Any]
+    absent: Mapping[str, Callable[[torch.device], torch.Tensor]] = field(default_factory=dict)
 
     @functools.cached_property
     def form(self) -> Form:
@@ -127,7 +129,7 @@ class Operation:
             outputs, result = _NOTHING, None
             if self.outputs is not None:
                 outputs, result = self.outputs(a, plan)
-            arguments = {**a, **plan.constants, **outputs}
+            arguments = {**a, **plan.constants, **outputs, **self.substitutes(a)}
             # Where there is one access width the compiled function checks the alignment.
             spec = plan.specs[0] if len(plan.specs) == 1 else self._widest(plan, arguments)
         except Exception:
@@ -148,6 +150,10 @@ class Operation:
             remember(Launched(kernel, plan, spec, outputs, result))
         return result
 
+    def substitutes(self, a: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
+        """What the compiled function gets for arguments that are absent."""
+        return {name: make(a[self.anchor].device) for name, make in self.absent.items() if a[name] is None}
+
     def _widest(self, plan: Plan, arguments: Mapping[str, Any]) -> KernelSpec | None:
         """The kernel of the widest access that the arguments' alignment allows; None where there is nothing to launch."""
         if not plan.specs:
@@ -167,5 +173,5 @@ def reference_call(name: str, a: Mapping[str, Any], **more: Any) -> Any:
     from cute_kernels import reference
 
     function = getattr(reference, name)
-    given = {key: value for key, value in a.items() if key not in ("target", "backend", "independent")}
+    given = {key: value for key, value in a.items() if key not in ("target", "backend", "independent", "scratch")}
     return function(**given, **more)

@@ -25,6 +25,7 @@ from cute_kernels.indices import CombinedIndices, IdSource, Indices, SegmentIndi
 from cute_kernels.kv_format import HEAD_DIM, WINDOW, PoolGeometry, format_of
 from cute_kernels.launching import Operation, Plan, Refused, reference_call
 from cute_kernels.save_policy import SavePolicy
+from cute_kernels.scratch import WORDS, no_scratch
 from cute_kernels.step import StepMetadata
 from cute_kernels.target import Target
 
@@ -47,6 +48,7 @@ def compress_store(
     kv_scale: float | None = None,
     save: SavePolicy = SavePolicy.EVERY_ROW,
     seq_lens: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
     independent: bool = False,
     target: Target | str | None = None,
 ) -> None:
@@ -70,6 +72,9 @@ def compress_store(
     kv_scale           the cache's FP8 scale; None or 1.0 with other formats
     save               which rows are saved
     seq_lens           [R] int32           tokens of each request, this step's included; needed unless every row is saved
+    scratch            [>= 786560] int32   from `compress_scratch`, zeros before its first use: where blocks meet that share a window (SM120
+                       family, ratio 128). None, or `independent`: a window is one block's work. Launches that may run at the same
+                       time need one each
     independent        True: runs beside the launch in front of it. The caller promises what docs/design.md asks, "Independent launches"
     target             Target or name; default: the tensors' device
 
@@ -78,10 +83,10 @@ def compress_store(
     """
     if is_compiling():
         tensors = (kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache)
-        return torch_ops.compress_store(*tensors, ratio, eps, kv_scale, save, seq_lens, target)
+        return torch_ops.compress_store(*tensors, ratio, eps, kv_scale, save, seq_lens, scratch, target)
     _COMPRESS_STORE.run(
         kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache,
-        ratio, eps, kv_scale, save, seq_lens, independent, target,
+        ratio, eps, kv_scale, save, seq_lens, scratch, independent, target,
     )  # fmt: skip
 
 
@@ -255,6 +260,7 @@ def _compress_facts(a: Mapping[str, Any]) -> tuple[Any, ...]:
         None if score is None else score.shape[0] >= rows,
         a["ape"] is not None,
         None if seq_lens is None else seq_lens.shape[0] == requests,
+        a["scratch"] is None or a["scratch"].shape[0] >= WORDS,
         a["ratio"],
         a["eps"],
         a["kv_scale"],
@@ -276,6 +282,7 @@ def _plan_compress_store(
     scores: bool | None,
     ape: bool,
     seq_lens: bool | None,
+    scratch: bool,
     ratio: int,
     eps: float,
     kv_scale: float | None,
@@ -287,14 +294,14 @@ def _plan_compress_store(
     state_shape: tuple[int, ...],
     state_strides: tuple[int, ...],
 ) -> Plan:
-    """scores, seq_lens: None without the tensor, False where it is too short."""
+    """scores, seq_lens: None without the tensor, False where it is too short; scratch likewise, True without."""
     from cute_kernels.reference.quant import inverse_scale
 
     cache = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     state = torch.empty_strided(state_shape, state_strides, device="meta")
     tensors = {"kv_score": scores, "ape": ape or None, "seq_lens": seq_lens, "kv_cache": cache}
     validate.compress_store_scalars({"ratio": ratio, "eps": eps, "kv_scale": kv_scale, "save": save, "independent": independent, **tensors})
-    if not columns or scores is False or seq_lens is False or 0 in state_shape:
+    if not columns or scores is False or seq_lens is False or not scratch or 0 in state_shape:
         raise Refused
     validate.check(validate.STATE, {"state": state}, {}, state.device)
     fmt = format_of(cache)
@@ -456,12 +463,13 @@ _COMPRESS_STORE = Operation(
     check=_check_compress_store,
     value_check=value_checks.compress_store,
     facts=_compress_facts,
-    shapes=("state_slots", "state_block_table", "kv_score", "seq_lens"),
+    shapes=("state_slots", "state_block_table", "kv_score", "seq_lens", "scratch"),
     layouts=("kv_cache", "state"),
     plan=_plan_compress_store,
     made=(),
     outputs=None,
     reference=lambda a, target: reference_call("compress_store", a),
+    absent={"scratch": no_scratch},
 )
 _SPARSE_INDICES = Operation(
     public=sparse_indices,

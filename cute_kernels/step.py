@@ -10,6 +10,7 @@ import torch
 
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.handles import Held
+from cute_kernels.scratch import compress_scratch
 
 Value = TypeVar("Value")
 
@@ -305,6 +306,14 @@ class StepMetadata(Held):
         if key not in self._kept:
             self._kept[key] = make(*arguments)
         return self._kept[key]
+
+    def scratch(self) -> torch.Tensor | None:
+        """The `compress_scratch` of this object's launches. None where it is first asked for while a graph is captured: its zeros would
+        be there only once the graph has run."""
+        key = "compress scratch"
+        if key not in self._kept and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return None
+        return self.keep(key, lambda: compress_scratch(self.device))
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -63,27 +63,28 @@ def compress_store(
     kv_scale: float | None,
     save: SavePolicy,
     seq_lens: torch.Tensor | None,
+    scratch: torch.Tensor | None,
     target: Target | str | None,
 ) -> None:
     """`ops.compress_store` inside a traced function."""
     tensors = (kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache)
     policy = (save.every_row, save.rollback, save.prefix_stride)
-    torch.ops.cute_kernels.compress_store(*tensors, ratio, eps, kv_scale, *policy, seq_lens, target_name(target))
+    torch.ops.cute_kernels.compress_store(*tensors, ratio, eps, kv_scale, *policy, seq_lens, scratch, target_name(target))
 
 
 def _compress_store(*arguments: object) -> None:
     from cute_kernels import ops
 
-    *tensors, ratio, eps, kv_scale, every_row, rollback, prefix_stride, seq_lens, target = arguments
+    *tensors, ratio, eps, kv_scale, every_row, rollback, prefix_stride, seq_lens, scratch, target = arguments
     save = SavePolicy.EVERY_ROW if every_row else SavePolicy(rollback, prefix_stride)  # type: ignore[arg-type]
-    more = {"ratio": ratio, "eps": eps, "kv_scale": kv_scale, "save": save, "seq_lens": seq_lens, "target": target or None}
-    ops.compress_store(*tensors, **more)  # type: ignore[arg-type]
+    more = {"ratio": ratio, "eps": eps, "kv_scale": kv_scale, "save": save, "seq_lens": seq_lens, "scratch": scratch}
+    ops.compress_store(*tensors, **more, target=target or None)  # type: ignore[arg-type]
 
 
 register(
     "compress_store(Tensor? kv_score, Tensor? ape, Tensor(a!) state, Tensor state_block_table, Tensor positions, Tensor token_to_req, "
     "Tensor state_slots, Tensor kv_slots, Tensor norm_weight, Tensor cos_sin, Tensor(b!) kv_cache, int ratio, float eps, float? kv_scale, "
-    "bool every_row, int rollback, int prefix_stride, Tensor? seq_lens, str target) -> ()",
+    "bool every_row, int rollback, int prefix_stride, Tensor? seq_lens, Tensor(c!)? scratch, str target) -> ()",
     _compress_store,
     nothing_made,
 )

@@ -30,6 +30,7 @@ from cute_kernels.kv_format import (
     gathered_format,
 )
 from cute_kernels.save_policy import SavePolicy
+from cute_kernels.scratch import WORDS
 from cute_kernels.step import StepMetadata
 
 F32, BF, I32, I64, U8 = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.uint8
@@ -77,6 +78,7 @@ COMPRESS_STORE = (
     Arg("cos_sin", (F32,), (None, ROPE_DIM), Layout.ROWS),
     Arg("kv_cache", CACHE_DTYPES, (None, None, None), Layout.POOL, vector=True),
     Arg("seq_lens", (I32,), ("R",), optional=True),
+    Arg("scratch", (I32,), (">=words",), vector=True, optional=True, written=True),
 )
 
 STATE = tuple(arg for arg in COMPRESS_STORE if arg.name == "state")
@@ -335,7 +337,7 @@ def compress_store(a: Mapping[str, Any]) -> None:
     """All checks of `compress_store`."""
     compress_store_scalars(a)
     width = 1024 if a["ratio"] == 4 else 512
-    sizes = {"ratio": a["ratio"], "W": width, "2W": 2 * width}
+    sizes = {"ratio": a["ratio"], "W": width, "2W": 2 * width, "words": WORDS}
     device = tensor("state_slots", a["state_slots"]).device
     check(COMPRESS_STORE, a, sizes, device)
     if a["state"].shape[1] < 1:

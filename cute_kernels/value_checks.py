@@ -10,6 +10,7 @@ import torch
 from cute_kernels.errors import InvalidArgument
 from cute_kernels.indices import CombinedIndices, IdSource, SegmentIndices
 from cute_kernels.kv_format import WINDOW, PoolGeometry
+from cute_kernels.scratch import COUNTERS
 from cute_kernels.step import StepMetadata
 
 
@@ -35,6 +36,9 @@ def compress_store(a: Mapping[str, Any]) -> None:
     require_values("kv_slots", a["kv_slots"][:rows], real & (a["kv_slots"][:rows] != -1), 0, geometry.slots)
     if a["seq_lens"] is not None:
         require_values("seq_lens", a["seq_lens"], torch.ones_like(a["seq_lens"], dtype=torch.bool), 0, 2**31 - 1)
+    if a["scratch"] is not None:
+        counters = a["scratch"][:COUNTERS]
+        require_values("scratch", counters, torch.ones_like(counters, dtype=torch.bool), 0, 1)
 
 
 def sparse_indices(a: Mapping[str, Any]) -> None:

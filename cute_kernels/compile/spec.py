@@ -101,8 +101,14 @@ class CompressStoreSpec(KernelSpec):
             *("norm_weight", "cos_sin", "kv_cache", "eps"),
             *(("inverse_kv_scale",) if self.kv_format == "fp8" else ()),
             *(("rollback", "prefix_stride") if self.save == "policy" else ()),
+            *(("scratch",) if self.takes_scratch else ()),
             "independent",
         )
+
+    @property
+    def takes_scratch(self) -> bool:
+        """Whether blocks that share a window meet in memory of the caller's: where there are no clusters."""
+        return self.ratio == 128 and self.target.family == "sm120"
 
 
 @dataclass(frozen=True)

@@ -54,10 +54,10 @@ class CompressKernel:
         plan = self.plan
         arguments = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
         row_count = memory.extent(arguments.state_slots)
-        blocks, deal = self.splitter.choose(row_count, plan.deal)
+        blocks, deal = self.splitter.choose(row_count, plan.deal, arguments)
         rows, evenly = plan.rows_of(row_count, deal), Int32(plan.evenly(row_count))
-        bits = Int32(plan.unit_bits(row_count, deal))
-        self.kernel(arguments, rows, evenly, Int32(deal), bits, Divisor.of(Int32(arguments.state.shape[1]))).launch(
+        bits, by_state_rows = Int32(plan.unit_bits(row_count, deal)), Divisor.of(Int32(arguments.state.shape[1]))
+        self.kernel(arguments, rows, evenly, Int32(deal), bits, by_state_rows, self.splitter.shift(blocks)).launch(
             grid=[plan.teams(row_count, deal) * blocks, 1, 1],
             block=[plan.threads, 1, 1],
             min_blocks_per_mp=plan.resident,
@@ -68,13 +68,15 @@ class CompressKernel:
         )
 
     @cute.kernel
-    def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, bits: Int32, by_state_rows: Divisor):
+    def kernel(
+        self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, bits: Int32, by_state_rows: Divisor, shift: Int32 | None
+    ):
         """Each role waits for the grid in front by itself. Before that the warp that fetches settles which rows it looks at first, and a
         thread that pools, which has time until data arrive, fetches the parameters for all."""
         plan = self.plan
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        shared, share = self.allocate(), self.splitter.share()
+        shared, share = self.allocate(), self.splitter.share(shift)
         plan.ring.prepare(shared.ring, tid)
         self.splitter.prepare(shared.merging, tid)
         dealt = self.dealt(mA, Int32(block) >> share.shift, rows, evenly, deal, bits)
@@ -146,11 +148,8 @@ class CompressKernel:
     def produce(self, mA: Arguments, shared: Shared, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
         """One warp: find the windows that close among this block's rows, and have their rows copied into the ring."""
         plan, ring = self.plan, self.plan.ring
-        own = plan.window >> share.shift  # rows of a window that this block pools
         span = cutlass.const_expr(min(WARP, plan.window))  # lanes of a window
-        passes = cutlass.max(own // span, 1)  # rows of a lane
         together = cutlass.const_expr(WARP // span)  # windows that are located together
-        stages = cutlass.min(own, span) // ring.rows
         limit = cutlass.min(self.row_limit(mA), dealt.end)
         rows = cutlass.select_(limit > 0, dealt.rows, Int32(0))
         times = cute.make_rmem_tensor(cute.make_layout(plan.looks), Int32)
@@ -159,7 +158,7 @@ class CompressKernel:
             pdl.settle(self.pdl, shared.closing.iterator + 4 * (WARP * q + lane), cutlass.min(times[q], limit - 1))
         cute.arch.sync_warp()
         pdl.begin(self.pdl, mA.independent)
-        n, turn = Int32(0), Int32(0)
+        n, turn, nth = Int32(0), Int32(0), Int32(0)
         for start in cutlass.range(0, rows, WARP * plan.looks, unroll=1):
             count = Int32(0)
             # All loads are under way before the first is waited for.
@@ -175,6 +174,10 @@ class CompressKernel:
                 count += cute.arch.popc(mask)
             cute.arch.sync_warp()
             for first in cutlass.range(0, count, together, unroll=1):
+                part, has_part = self.splitter.part(share, nth)
+                own = plan.window >> part.shift  # rows of a window that this block pools
+                passes = cutlass.max(own // span, 1) * Int32(has_part)  # rows of a lane
+                stages = cutlass.min(own, span) // ring.rows
                 which = cutlass.min(first + lane // span, count - 1)
                 t_closing, closing, request_closing, kv_slot = (shared.closing[i, which] for i in range(4))
                 angles = cute.make_rmem_tensor(cute.make_layout(ROPE_DIM // span), Float32)
@@ -182,7 +185,7 @@ class CompressKernel:
                 for q in cutlass.range_constexpr(ROPE_DIM // span):
                     angles[q] = memory.at(angle_row + Int64(lane % span) * 4, Float32, ROPE_DIM, alignment=4)[q * span]
                 for p in cutlass.range(passes, unroll=1):
-                    k = share.rank * own + p * span + lane % span
+                    k = part.rank * own + p * span + lane % span
                     address, goal = self.locate(
                         mA, by_state_rows, t_closing, closing, request_closing, cutlass.min(k, Int32(plan.window - 1))
                     )
@@ -200,10 +203,11 @@ class CompressKernel:
                                 if (p == 0) & (s == 0) & memory.in_range(mine, span):
                                     for q in cutlass.range_constexpr(ROPE_DIM // span):
                                         shared.ring.rotation[q * span + mine, turn % ring.slots] = angles[q]
-                                words = (Int32(0), target_slot, from_step >> (s * ring.rows), excluded >> (s * ring.rows))
+                                words = (self.splitter.label(nth), target_slot, from_step >> (s * ring.rows), excluded >> (s * ring.rows))
                                 ring.publish(shared.ring, n, words, lane)
                                 n += 1
                             turn += cutlass.select_(p == passes - 1, Int32(1), Int32(0))
+                nth += together
             cute.arch.sync_warp()
             for q in cutlass.range_constexpr(plan.looks):
                 times[q] = self.row_of(dealt, start + WARP * (plan.looks + q) + lane)
@@ -263,22 +267,24 @@ class CompressKernel:
         """Pooling threads: take stages from the ring, pool them, and finish each window."""
         plan, ring = self.plan, self.plan.ring
         stages = cutlass.const_expr(plan.window // ring.rows // self.splitter.chunks)  # of a chunk
-        chunks = self.splitter.chunks >> share.shift  # of a window that this block pools
         group = tid // COLUMN_THREADS
         column = tid % COLUMN_THREADS * COLUMNS
-        owned = share.rank * (HEAD_DIM >> share.shift) + (tid & ((COLUMN_THREADS >> share.shift) - 1)) * COLUMNS
-        first = share.rank * (plan.window >> share.shift) + group * plan.batch  # row
+        finishing = self.splitter.finishing(share)
+        owned = finishing.rank * (HEAD_DIM >> finishing.shift) + (tid & ((COLUMN_THREADS >> finishing.shift) - 1)) * COLUMNS
         pdl.begin(self.pdl, mA.independent)
         early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
         weight = norm_rope.load_weight(mA.norm_weight, owned, COLUMNS) if early else None
         shape = cute.make_layout((COLUMNS, plan.batch))
         bias = cute.make_rmem_tensor(shape, Float32)
-        self.load_bias(mA, first, column, bias)
+        self.load_bias(mA, self.first_row(self.splitter.part(share, Int32(0))[0], group), column, bias)
         n, turn = Int32(0), Int32(0)
         ring.wait_full(shared.ring, n)
         flags = shared.ring.notes[0, 0]
         while flags != window_ring.END:
             kv_slot = shared.ring.notes[1, n % ring.slots]
+            part, _ = self.splitter.part(share, flags >> 1)
+            first, after = (self.first_row(p, group) for p in (part, self.splitter.following(share, flags >> 1)))
+            chunks = self.splitter.chunks >> part.shift  # of a window that this block pools
             rotation = self.load_rotation(shared, turn, owned) if early else None
             partial = pooling.Partial.empty(COLUMNS)
             for chunk in cutlass.range(chunks, unroll=1):
@@ -287,8 +293,8 @@ class CompressKernel:
                     coming = cute.make_rmem_tensor(shape, Float32)
                     if cutlass.const_expr(plan.window > ring.rows):
                         following = chunk * stages + stage + 1
-                        following = cutlass.select_(following == chunks * stages, Int32(0), Int32(following))
-                        self.load_bias(mA, first + following * ring.rows, column, coming)
+                        row = cutlass.select_(following == chunks * stages, Int32(after), Int32(first + following * ring.rows))
+                        self.load_bias(mA, row, column, coming)
                         ring.wait_full(shared.ring, n)
                     values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
                     from_step = shared.ring.notes[2, n % ring.slots] >> (group * plan.batch)
@@ -301,12 +307,16 @@ class CompressKernel:
                     if cutlass.const_expr(plan.window > ring.rows and mA.kv_score is not None):
                         cute.autovec_copy(coming, bias)
                     n += 1
-                self.splitter.fold(shared.merging, share, partial, chunk, tid)
-            self.splitter.gather(shared.merging, share, partial, turn, tid)
-            self.finish(mA, shared, share, partial, kv_slot, owned, weight, rotation, turn, tid)
+                self.splitter.fold(shared.merging, part, partial, chunk, tid)
+            if self.splitter.gather(shared.merging, part, partial, turn, tid, mA.scratch):
+                self.finish(mA, shared, finishing, partial, kv_slot, owned, weight, rotation, turn, tid)
             turn += 1
             ring.wait_full(shared.ring, n)
             flags = shared.ring.notes[0, n % ring.slots]
+
+    def first_row(self, part: splitters.Share, group: Int32) -> Int32:
+        """The first row that a group of threads pools of its block's part in a window."""
+        return part.rank * (self.plan.window >> part.shift) + group * self.plan.batch
 
     @cute.jit
     def load_rotation(self, shared: Shared, turn: Int32, column: Int32) -> cute.Tensor:

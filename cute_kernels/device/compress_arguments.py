@@ -29,6 +29,7 @@ class Arguments(NamedTuple):
     inverse_kv_scale: Any = None
     rollback: Any = None
     prefix_stride: Any = None
+    scratch: Any = None
     independent: Any = None
 
 
@@ -64,6 +65,7 @@ def fake_arguments(spec: CompressStoreSpec, width: int) -> list[Any]:
         "norm_weight": lambda: tensor(BFloat16, HEAD_DIM, vectors=True),
         "cos_sin": lambda: tensor(Float32, length(), ROPE_DIM),
         "kv_cache": lambda: tensor(CACHE_TYPES[fmt.name], length(), length(), fmt.row_elements, strides=cache_strides, vectors=True),
+        "scratch": lambda: make_fake_tensor(Int32, (length(),), stride=(1,), assumed_align=16),
         "eps": lambda: Float32(0.0),
         "inverse_kv_scale": lambda: Float32(1.0),
         "rollback": lambda: Int32(0),

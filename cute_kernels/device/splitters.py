@@ -1,8 +1,9 @@
 """How a window of ratio 128 is split over blocks, by rows, and how they merge what they pooled and agree on one sum.
 
 A splitter is a value handed to the kernel. A window falls into chunks, whose partial results are folded in pairs, pairs of pairs and so on,
-inside a block as between blocks, each of which has a subtree: so the bytes of a cache row do not depend on the split. Windows are
-counted by `turn`. `fold`, `gather`, `sum` and `owns` are for the threads that pool; `choose` and `launch_options` are host code.
+inside a block as between blocks, each of which has a subtree: so the bytes of a cache row do not depend on the split. A team's windows
+are counted by `nth`, those of them that a block has a part in by `turn`. `fold`, `gather`, `sum` and `owns` are for the threads that
+pool; `choose` and `launch_options` are host code. `RowCluster` splits over a cluster, `scratch_split.RowScratch` over global memory.
 """
 
 import operator
@@ -22,10 +23,11 @@ LEVELS = 3  # of the tree that folds the results of a window's chunks
 
 
 class Share(NamedTuple):
-    """What a block does of a window: it is the `rank`-th of 2^shift that share it."""
+    """What a block does of a window: it is the `rank`-th of 2^shift that share it. place: where they meet (RowScratch)."""
 
     rank: Any
     shift: Any
+    place: Any = None
 
 
 class Storage(NamedTuple):
@@ -42,9 +44,42 @@ def merge(left: pooling.Partial, right: pooling.Partial) -> None:
         pooling.merge(left, c, [(right.peak[c], right.weight[c], right.product[c])])
 
 
+@cute.jit
+def sum_in_block(slots: cute.Tensor, squares: Float32, threads: cutlass.Constexpr, tid: Int32) -> Float32:
+    """The sum of what the first of 16 threads each have, known to all `threads` that pool. slots: [8] in shared memory."""
+    if (tid % SUM_THREADS == 0) & (tid // SUM_THREADS < SUMS):
+        slots[tid // SUM_THREADS] = squares
+    cute.arch.barrier(barrier_id=1, number_of_threads=threads)
+    return pooling.total_of(slots)
+
+
+class Alike:
+    """Splitters that do with all windows of a team the same: every block has the same part in each, and finishes some columns of it."""
+
+    def shift(self, blocks) -> None:
+        """What a launch must be told of how many blocks share a window (host)."""
+        return None
+
+    def part(self, share: Share, nth: Int32) -> tuple:
+        """This block's part in the team's nth window, and whether it has one."""
+        return share, True
+
+    def following(self, share: Share, nth: Int32) -> Share:
+        """This block's part in its next window after the team's nth."""
+        return share
+
+    def finishing(self, share: Share) -> Share:
+        """The columns that a block finishes, as if it shared them so."""
+        return share
+
+    def label(self, nth: Int32) -> Int32:
+        """How a stage's note names its window; bit 0 is free."""
+        return Int32(0)
+
+
 @dataclass(frozen=True)
-class OneBlock:
-    """One block pools whole windows, each group of threads its own rows. No cluster: SM120. threads: those that pool."""
+class OneBlock(Alike):
+    """One block pools whole windows, each group of threads its own rows: ratio 4. threads: those that pool."""
 
     threads: int
     chunks = 1
@@ -54,7 +89,7 @@ class OneBlock:
         """Teams, as a constant if it is one."""
         return planned
 
-    def choose(self, row_count: Int32, deal: int):
+    def choose(self, row_count: Int32, deal: int, arguments):
         """Blocks that share a window, and teams (host)."""
         return 1, deal
 
@@ -62,7 +97,7 @@ class OneBlock:
         """Keyword arguments of the launch (host)."""
         return {}
 
-    def share(self) -> Share:
+    def share(self, shift) -> Share:
         """This block's share of a window."""
         return Share(0, 0)
 
@@ -82,31 +117,22 @@ class OneBlock:
         """The only chunk is the window."""
 
     @cute.jit
-    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32):
-        """Merge the groups of the block; the first group holds the result."""
+    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32, scratch):
+        """Merge the groups of the block; the first group holds the result. Returns whether this block finishes the window."""
         groups = cutlass.const_expr(self.threads * COLUMNS // HEAD_DIM)
         if cutlass.const_expr(groups > 1):
             parts = cute.make_tensor(storage.parts.iterator, cute.make_layout((COLUMNS, COLUMN_THREADS, 3, groups)))
             pooling.merge_groups(partial, parts, self.threads, tid)
+        return True
 
-    @cute.jit
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
-        """The sum of squares of all columns; each thread hands in that of its group of `SUM_THREADS`."""
-        slots = storage.totals[None, turn % 2]
-        if (tid % SUM_THREADS == 0) & (tid // SUM_THREADS < SUMS):
-            slots[tid // SUM_THREADS] = squares
-        cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
-        return pooling.total_of(slots)
+        """The sum of squares of all columns; each thread hands in that of its columns' group of 64."""
+        return sum_in_block(storage.totals[None, turn % 2], squares, self.threads, tid)
 
 
 @dataclass(frozen=True)
-class RowCluster:
-    """A cluster of blocks, as many as the step's row count asks for, each with its share of a window's rows; afterwards each owns
-    512 / blocks columns. One group of 128 threads pools.
-
-    Partial results and sums travel by asynchronous stores into distributed shared memory, counted by transaction barriers in each
-    block: unlike a barrier of the whole cluster this orders nothing else, so no block waits for its state rows to reach memory.
-    A block leaves when it has the sums of its last window, which is when nobody will write into its memory any more.
+class Tree:
+    """A window's chunks folded as a tree, whose subtrees blocks have, as many as the step's row count asks for. One group of threads pools.
 
     steps: (most rows of the step, blocks, teams), ascending; the last one serves longer steps, too.
     """
@@ -121,31 +147,12 @@ class RowCluster:
     def remainder(n: Int32, teams: Int32) -> Int32:
         return n & (teams - 1)
 
-    def choose(self, row_count: Int32, deal: int):
+    def choose(self, row_count: Int32, deal: int, arguments):
         blocks, teams = (Int32(n) for n in self.steps[-1][1:])
         for most, some, many in reversed(self.steps[:-1]):
             blocks = cutlass.select_(row_count <= most, Int32(some), blocks)
             teams = cutlass.select_(row_count <= most, Int32(many), teams)
         return blocks, teams
-
-    def launch_options(self, blocks) -> dict:
-        return {"cluster": [blocks, 1, 1]}
-
-    def share(self) -> Share:
-        blocks = Int32(cute.arch.cluster_size())
-        return Share(Int32(cute.arch.block_idx_in_cluster()), Int32(cute.arch.popc(blocks - 1)))
-
-    def allocate(self, array) -> Storage:
-        return Storage(array(Float32, SUMS, 2), array(cutlass.Int64, 4), array(Float32, 3 * HEAD_DIM * LEVELS))
-
-    @cute.jit
-    def prepare(self, storage: Storage, tid: Int32):
-        """Initialise the barriers, and wait until every block of the cluster runs and has done so."""
-        if tid < 4:
-            cute.arch.mbarrier_init(storage.barriers.iterator + tid, 1)
-        cute.arch.mbarrier_init_fence()
-        cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()
 
     def levels(self) -> int:
         """Of the tree, that lie in a block of the smallest teams."""
@@ -154,13 +161,6 @@ class RowCluster:
     def shifts(self) -> list[int]:
         """Of the teams of several blocks."""
         return sorted({blocks.bit_length() - 1 for _, blocks, _ in self.steps if blocks > 1})
-
-    def owners(self, share: Share) -> Int32:
-        """Threads that finish a window's columns."""
-        return Int32(COLUMN_THREADS) >> share.shift
-
-    def owns(self, share: Share, tid: Int32) -> Boolean:
-        return tid < self.owners(share)
 
     def place(self, storage: Storage, first, q: int, threads, thread: Int32) -> cute.Tensor:
         """Where a peak, weight or product (q) lies of the first-th of partial results that `threads` threads have."""
@@ -197,8 +197,52 @@ class RowCluster:
         """Place of a level's results in `parts`; that of the highest level is the one other blocks send to."""
         return LEVELS - 1 - level
 
+    def tree(self, load, first: int, count: int) -> pooling.Partial:
+        """The roots of `count` blocks from the first-th on, folded in pairs. load: from a block to its root."""
+        if count == 1:
+            return load(first)
+        left = self.tree(load, first, count // 2)
+        merge(left, self.tree(load, first + count // 2, count // 2))
+        return left
+
+
+@dataclass(frozen=True)
+class RowCluster(Tree, Alike):
+    """A cluster of blocks, each with its share of a window's rows; afterwards each owns 512 / blocks columns.
+
+    Partial results and sums travel by asynchronous stores into distributed shared memory, counted by transaction barriers in each
+    block: unlike a barrier of the whole cluster this orders nothing else, so no block waits for its state rows to reach memory.
+    A block leaves when it has the sums of its last window, which is when nobody will write into its memory any more.
+    """
+
+    def launch_options(self, blocks) -> dict:
+        return {"cluster": [blocks, 1, 1]}
+
+    def share(self, shift) -> Share:
+        blocks = Int32(cute.arch.cluster_size())
+        return Share(Int32(cute.arch.block_idx_in_cluster()), Int32(cute.arch.popc(blocks - 1)))
+
+    def allocate(self, array) -> Storage:
+        return Storage(array(Float32, SUMS, 2), array(cutlass.Int64, 4), array(Float32, 3 * HEAD_DIM * LEVELS))
+
     @cute.jit
-    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32):
+    def prepare(self, storage: Storage, tid: Int32):
+        """Initialise the barriers, and wait until every block of the cluster runs and has done so."""
+        if tid < 4:
+            cute.arch.mbarrier_init(storage.barriers.iterator + tid, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()
+
+    def owners(self, share: Share) -> Int32:
+        """Threads that finish a window's columns."""
+        return Int32(COLUMN_THREADS) >> share.shift
+
+    def owns(self, share: Share, tid: Int32) -> Boolean:
+        return tid < self.owners(share)
+
+    @cute.jit
+    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32, scratch):
         """Send the block's root to the owners of its columns, who go on folding, by the same tree.
 
         No block sends before it has the sums of the turn before, which an owner sends when it has read its parts.
@@ -217,17 +261,10 @@ class RowCluster:
                 cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
                 for shift in self.shifts():
                     if share.shift == shift:
-                        root = self.tree(storage, 0, 1 << shift, owners, tid)
+                        root = self.tree(lambda block: self.load(storage, block, owners, tid), 0, 1 << shift)
                         for q in cutlass.range_constexpr(3):
                             cute.autovec_copy(root[q], partial[q])
-
-    def tree(self, storage: Storage, first: int, count: int, owners: Int32, tid: Int32) -> pooling.Partial:
-        """The roots of `count` blocks from the first-th on, folded in pairs."""
-        if count == 1:
-            return self.load(storage, first, owners, tid)
-        left = self.tree(storage, first, count // 2, owners, tid)
-        merge(left, self.tree(storage, first + count // 2, count // 2, owners, tid))
-        return left
+        return True
 
     @cute.jit
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:

@@ -1,5 +1,6 @@
-"""`compress_store` for the SM120 family: packed rows (fp8_ds_mla); a window is one block's work."""
+"""`compress_store` for the SM120 family: packed rows (fp8_ds_mla); windows of ratio 128 are split over blocks, by global memory."""
 
+import dataclasses
 from typing import Any
 
 from cute_kernels.compile.spec import CompressStoreSpec
@@ -8,6 +9,14 @@ from cute_kernels.device.compress import CompressKernel
 from cute_kernels.device.compress_arguments import Arguments, fake_arguments
 from cute_kernels.device.compress_plan import Plan
 from cute_kernels.device.row_writers import PackedRow
+from cute_kernels.device.scratch_split import RowScratch
+
+# Blocks that share a window, and teams of them, by the most rows of a step and by what is saved: few windows are spread over many blocks.
+STEPS = {
+    "policy": ((4096, 8, 32), (16384, 4, 64), (2**31 - 1, 1, 512)),
+    "every_row": ((4096, 8, 32), (2**31 - 1, 4, 64)),
+    "none": ((4096, 8, 32), (2**31 - 1, 4, 64)),
+}
 
 
 def packed_writer(arguments: Arguments) -> PackedRow:
@@ -15,11 +24,18 @@ def packed_writer(arguments: Arguments) -> PackedRow:
 
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
-    return compress_plan.plan_of(spec)
+    plan = compress_plan.plan_of(spec)
+    if spec.ratio == 4:
+        return plan
+    if spec.save == "every_row":
+        return dataclasses.replace(plan, groups=1, looks=4, slots=4, savers=2, resident=2)
+    return dataclasses.replace(plan, groups=1, looks=4, slots=3, savers=1, save_rows=1, resident=3)
 
 
 def splitter_of(spec: CompressStoreSpec) -> Any:
-    return splitters.OneBlock(plan_of(spec).pooling)
+    if spec.ratio == 4:
+        return splitters.OneBlock(plan_of(spec).pooling)
+    return RowScratch(STEPS[spec.save])
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:

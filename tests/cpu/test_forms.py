@@ -16,6 +16,7 @@ from cute_kernels.compile import cache
 from cute_kernels.forms import Form
 from cute_kernels.indices import CombinedIndices, SegmentIndices
 from cute_kernels.launching import Operation
+from cute_kernels.scratch import no_scratch
 from cute_kernels.target import Target
 from tests.cpu.test_ops_launch import aligned_compress_arguments, shifted
 from tests.cpu.test_validate import compress_arguments, index_arguments, insert_arguments
@@ -38,6 +39,9 @@ def convert_arguments(**changes: Any) -> dict[str, Any]:
 
 
 ALL_GROUPS: dict[str, Any] = {"source": ck.IdSource.ALL_GROUPS, "ids": None}
+RATIO_128: dict[str, Any] = {
+    "ratio": 128, "kv_score": torch.randn(7, 1024), "ape": torch.randn(128, 512), "state": torch.zeros(6, 4, 1024),
+}  # fmt: skip
 WINDOW_ONLY: dict[str, Any] = {"source": ck.IdSource.NONE, "ids": None, "compressed": None, "compressed_block_table": None, "width": None}
 
 
@@ -47,6 +51,8 @@ def window_tables(family: str) -> ck.CombinedIndices | ck.SegmentIndices:
 
 CASES = {
     "compress_store": (ck.compress_store, compress_arguments),
+    "compress_store, ratio 128": (ck.compress_store, functools.partial(compress_arguments, **RATIO_128)),
+    "compress_store, ratio 128, no scratch": (ck.compress_store, functools.partial(compress_arguments, **RATIO_128, scratch=None)),
     "sparse_indices": (ck.sparse_indices, index_arguments),
     "sparse_indices, new": (ck.sparse_indices, functools.partial(index_arguments, out=None)),
     "sparse_indices, all groups, new": (ck.sparse_indices, functools.partial(index_arguments, **ALL_GROUPS, out=None)),
@@ -147,7 +153,9 @@ def test_a_ready_launch_is_the_plain_one(case, family, launched):
     assert launched[-1][0] == spec
     made = {id(t) for t in parts(result)}
     for name, got, want in zip(spec.argument_names, ready, launched[-1][1], strict=True):
-        if not isinstance(want, torch.Tensor):
+        if name == "scratch" and first["scratch"] is None:
+            assert got.shape == want.shape == (0,) and want is no_scratch(torch.device("cpu"))
+        elif not isinstance(want, torch.Tensor):
             assert got == want and type(got) is type(want), name
         elif id(got) not in made:
             assert got is want, name

@@ -39,7 +39,7 @@ SAME = {
     "layer_op": "layer",
 }
 # Below the chain: they import none of it.
-GROUND = ("compile", "target", "errors", "env", "save_policy", "indices", "step", "handles")
+GROUND = ("compile", "target", "errors", "env", "save_policy", "indices", "step", "handles", "scratch")
 COMPILER = ("device", "sm100", "sm120")
 
 

@@ -28,7 +28,7 @@ def operator_calls(monkeypatch):
     real = torch.ops.cute_kernels
     monkeypatch.setattr(torch_ops.torch, "ops", type("Ops", (), {"cute_kernels": Recorder()})())
     a = compress_arguments(kv_cache=pool("bf16", 6, 16, strided=True).clone())  # torch's checker cannot compare FP8 tensors
-    torch_ops.compress_store(*(a[n] for n in list(a)[:11]), 4, 1e-6, None, a["save"], a["seq_lens"], None)
+    torch_ops.compress_store(*(a[n] for n in list(a)[:11]), 4, 1e-6, None, a["save"], a["seq_lens"], a["scratch"], None)
     b = index_arguments()
     names = (
         "positions",

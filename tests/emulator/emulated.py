@@ -26,7 +26,7 @@ POISON = 0xA5  # of bytes that a kernel has yet to write
 LIBRARIES = Path(__file__).resolve().parents[2] / "build" / "emulated"
 # What each kernel writes; everything else is read-only. The second set must be written before it is read.
 WRITTEN = {
-    "compress_store": ({"state", "kv_cache"}, set()),
+    "compress_store": ({"state", "kv_cache", "scratch"}, set()),
     "gather_upconvert": ({"out"}, set()),
     "convert_indices": ({"out", "counts"}, set()),
     "sparse_indices": (

@@ -16,8 +16,9 @@ from cute_kernels import ops
 from cute_kernels.compile.matrix import support_matrix
 from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.save_policy import SavePolicy
+from cute_kernels.scratch import COUNTERS, PART, TURNS, WORDS, compress_scratch
 from cute_kernels.target import Target
-from ptx_emulator import FOREIGN, Memory
+from ptx_emulator import FOREIGN, UNWRITTEN, Memory
 from tests.emulator.emulated import Coverage, at_alignment, emulated, prepare, sparse
 from tests.support.compress import CompressCase, lengthened, make_compress_case
 from tests.support.compress_check import check_compress, expected
@@ -32,8 +33,10 @@ POLICY = SavePolicy(rollback=3, prefix_stride=64)
 
 
 def own(case: CompressCase, memory: Memory) -> None:
-    """Declare the rows this case may write."""
+    """Declare the rows this case may write, and that what an earlier launch left in the scratch memory must not be read."""
     want = expected(case)[0]
+    if any(buffer.name == "scratch" for buffer in memory.buffers):
+        memory.find("scratch").mark(UNWRITTEN, True, slice(4 * COUNTERS, None))
     cache, state = memory.find("kv_cache"), memory.find("state")
     for buffer in (cache, state):
         buffer.mark(FOREIGN, True)
@@ -45,9 +48,11 @@ def own(case: CompressCase, memory: Memory) -> None:
         state.mark(FOREIGN, False, slice(first, first + 4 * width))
 
 
-def run(case: CompressCase, target: Target, **options: Any) -> CompressCase:
-    """The public call on a copy of the case; the copy."""
+def run(case: CompressCase, target: Target, *, shared: bool = True, **options: Any) -> CompressCase:
+    """The public call on a copy of the case; the copy. shared: blocks have a scratch to meet in."""
     after = case.clone()
+    if shared:
+        after.scratch = compress_scratch("cpu")
 
     def declare(name: str, memory: Memory, arguments: dict[str, Any]) -> None:
         prepare(name, memory, arguments)
@@ -55,6 +60,7 @@ def run(case: CompressCase, target: Target, **options: Any) -> CompressCase:
 
     with emulated(target, prepare=declare, **options):
         ops.compress_store(*after.args(), **after.kwargs())
+    assert after.scratch is None or not after.scratch[:COUNTERS].any(), "the next launch counts from here"
     return after
 
 
@@ -110,9 +116,11 @@ def cases(spec: CompressStoreSpec) -> list[CompressCase]:
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_spec(spec: CompressStoreSpec) -> None:
-    coverage = Coverage()
-    for case in cases(spec):
+    coverage, made = Coverage(), cases(spec)
+    for case in made:
         check_compress(case, run(case, spec.target, on_result=coverage.record))
+    if spec.takes_scratch:
+        check_compress(made[0], run(made[0], spec.target, shared=False, on_result=coverage.record))
     coverage.require(str(spec))
 
 
@@ -189,13 +197,37 @@ def test_bytes_do_not_depend_on_the_length_of_the_step(target: Target) -> None:
     case = make_compress_case([Request(0, 130), Request(250, 7)], ratio=128, kv_format=kv_format, save=POLICY, seed=11)
     want = run(case, target)
     check_compress(case, want)
+    if target.family == "sm120":
+        assert torch.equal(run(case, target, shared=False).kv_storage, want.kv_storage)
     splits = {split_of(spec, 137)[0]}
     for count in (4097, 16385):
         splits.add(split_of(spec, count)[0])
         got = run(lengthened(case, count), target)
         assert torch.equal(got.kv_storage, want.kv_storage)
         assert np.array_equal(got.state_storage.numpy().view(np.int32), want.state_storage.numpy().view(np.int32))
-    assert len(splits) == (3 if target.family == "sm100" else 1)
+    assert len(splits) == 3
+
+
+def test_launches_beside_others_leave_the_scratch_alone() -> None:
+    """It may be in use: its counters count for somebody else."""
+    target = TARGETS[1]
+    case = make_compress_case([Request(0, 130), Request(250, 7)], ratio=128, kv_format="fp8_ds_mla", save=POLICY, seed=11)
+    after = case.clone()
+    scratch = torch.arange(3, 3 + WORDS, dtype=torch.int32)
+    with emulated(target, prepare=lambda name, memory, arguments: setattr(memory.find("scratch"), "writable", False)):
+        ops.compress_store(*after.args(), **after.kwargs(), scratch=scratch, independent=True)
+    check_compress(case, after)
+
+
+def test_a_team_shares_its_first_windows_only() -> None:
+    """The teams' counters and parts lie side by side: as many windows as the memory has room for, and more, in one launch."""
+    target = TARGETS[1]
+    spec = CompressStoreSpec(target, ratio=128, kv_format="fp8_ds_mla", save="policy")
+    case = long_step(spec, ratio=128, kv_format="fp8_ds_mla", save=POLICY)
+    blocks, _ = split_of(spec, 1)
+    after = run(case, target)
+    check_compress(case, after)
+    assert int((after.scratch[COUNTERS:] != 0).sum()) <= TURNS * blocks * PART
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -12,6 +12,7 @@ from cute_kernels.compile import cache
 from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.reference import quant
 from cute_kernels.save_policy import SavePolicy
+from cute_kernels.scratch import COUNTERS, compress_scratch
 from cute_kernels.target import Target
 from tests.support.compress import CompressCase, lengthened, make_compress_case
 from tests.support.compress_check import check_compress
@@ -36,14 +37,16 @@ ratios = pytest.mark.parametrize("ratio", [4, 128])
 
 
 def make(requests: list[Request], ratio: int, kv_format: str, **options: object) -> CompressCase:
+    """A case with a scratch of its own: so have its copies."""
     options.setdefault("kv_scale", 0.37 if kv_format == "fp8" else None)
-    return make_compress_case(requests, ratio=ratio, kv_format=kv_format, **options)
+    return dataclasses.replace(make_compress_case(requests, ratio=ratio, kv_format=kv_format, **options), scratch=compress_scratch("cpu"))
 
 
 def run(case: CompressCase, family: str) -> CompressCase:
     """The public call on a copy of the case on the GPU."""
     after = case.to("cuda").clone()
     ops.compress_store(*after.args(), **after.kwargs(), target=Target(family, "sm_90a"))
+    assert not after.scratch[:COUNTERS].any()
     return after
 
 
@@ -55,7 +58,7 @@ def launch(case: CompressCase, family: str, **fields: object) -> None:
     names = ("kv_score", "ape", "state", "state_block_table", "positions", "token_to_req", "state_slots", "kv_slots")
     given = dict(zip((*names, "norm_weight", "cos_sin", "kv_cache"), case.args(), strict=True))
     given |= {"seq_lens": case.seq_lens, "eps": case.eps, "inverse_kv_scale": 1 / (case.kv_scale or 1.0)}
-    given |= {"rollback": case.save.rollback, "prefix_stride": case.save.prefix_stride, "independent": 0}
+    given |= {"rollback": case.save.rollback, "prefix_stride": case.save.prefix_stride, "scratch": case.scratch, "independent": 0}
     cache.get(spec)(*(given[name] for name in spec.argument_names))
 
 
@@ -84,7 +87,7 @@ def test_large_steps_equal_the_reference(family: str, kv_format: str, ratio: int
     policy = POLICIES[3] if tokens == 8192 else POLICIES[0]
     case = make(mix(tokens, 64 if tokens == 2048 else 9, ratio=ratio, seed=tokens), ratio, kv_format, save=policy, padding=13).to("cuda")
     want = case.clone()
-    reference.compress_store(*want.args(), **want.kwargs())
+    reference.compress_store(*want.args(), **dataclasses.replace(want, scratch=None).kwargs())
     got = case.clone()
     ops.compress_store(*got.args(), **got.kwargs(), target=Target(family, "sm_90a"))
     assert torch.equal(got.state_storage.view(torch.int32), want.state_storage.view(torch.int32))
@@ -189,6 +192,9 @@ def test_bytes_do_not_depend_on_the_length_of_the_step(family: str, kv_format: s
     want = run(case, family)
     for count in (4096, 4097, 16384, 16385, 40000):
         assert same_storages(run(lengthened(case, count), family), want), count
+    alone = dataclasses.replace(case.clone(), scratch=None)
+    ops.compress_store(*alone.args(), **alone.kwargs(), target=Target(family, "sm_90a"))
+    assert same_storages(alone, want)
 
 
 @formats
@@ -205,7 +211,7 @@ def test_windows_under_load(family: str, kv_format: str, ratio: int, tokens: int
     for case in cases:
         wanted.append(run(case, family))
         torch.cuda.synchronize()
-    got = [case.clone() for case in cases]
+    got = [dataclasses.replace(case.clone(), scratch=cases[0].scratch) for case in cases]  # one for all launches of the stream
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(24):

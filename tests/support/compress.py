@@ -64,6 +64,7 @@ class CompressCase:
     seq_lens: torch.Tensor
     norm_weight: torch.Tensor
     cos_sin: torch.Tensor
+    scratch: torch.Tensor | None = None
     cache: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -95,7 +96,8 @@ class CompressCase:
     def kwargs(self) -> dict[str, Any]:
         """Keyword arguments of compress_store."""
         seq_lens = None if self.save.every_row else self.seq_lens
-        return {"ratio": self.ratio, "eps": self.eps, "kv_scale": self.kv_scale, "save": self.save, "seq_lens": seq_lens}
+        given = {"ratio": self.ratio, "eps": self.eps, "kv_scale": self.kv_scale, "save": self.save, "seq_lens": seq_lens}
+        return given if self.scratch is None else {**given, "scratch": self.scratch}
 
     def _map(self, f: Any) -> CompressCase:
         changes = {k: f(v) for k, v in vars(self).items() if isinstance(v, torch.Tensor)}

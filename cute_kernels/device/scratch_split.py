@@ -1,0 +1,118 @@
+"""A window of ratio 128 split over blocks that meet in global memory: for hardware without clusters."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from cute_kernels.device import memory, pooling, splitters
+from cute_kernels.device.pooling import COLUMN_THREADS, COLUMNS
+from cute_kernels.device.splitters import LEVELS, SUMS, Share, Tree
+from cute_kernels.kv_format import HEAD_DIM
+from cute_kernels.scratch import COUNTERS, PART, PARTS, TURNS, WORDS
+
+
+class Storage(NamedTuple):
+    """Shared memory of the splitter."""
+
+    totals: cute.Tensor  # [8, 2] sums of squares of 64 columns each, by parity of the turn
+    arrived: cute.Tensor  # [1] blocks that had handed on their results before this one
+    parts: Any  # [floats] partial results on their way
+
+
+@dataclass(frozen=True)
+class RowScratch(Tree):
+    """Blocks that each pool some of a window's rows and hand the result on through `scratch` (`cute_kernels.scratch`); the last one to come
+    folds all results, by the same tree whoever it is, and finishes the window.
+
+    Nobody waits for another block, so blocks of a team need not run at the same time, in whatever order they are started. What is not
+    waited for must have room: so a team shares its first windows only, of which it has few where a step is split, and its blocks take
+    turns at pooling later ones whole. A launch that may run beside another one (`independent`), or has no scratch, shares none.
+    """
+
+    def choose(self, row_count: Int32, deal: int, arguments):
+        """Without room for sharing, as many teams of one block."""
+        for _, blocks, teams in self.steps:
+            if blocks > 1 and (teams * TURNS > COUNTERS or teams * blocks * TURNS > PARTS):
+                raise ValueError(f"{teams} teams of {blocks} blocks don't fit the scratch memory")
+        blocks, teams = super().choose(row_count, deal, arguments)
+        shared = (arguments.independent == 0) & (memory.extent(arguments.scratch) >= WORDS)
+        return cutlass.select_(shared, blocks, Int32(1)), cutlass.select_(shared, teams, teams * blocks)
+
+    def shift(self, blocks: Int32) -> Int32:
+        return sum((cutlass.select_(blocks > (1 << s), Int32(1), Int32(0)) for s in range(LEVELS)), Int32(0))
+
+    def levels(self) -> int:
+        return LEVELS  # any block may pool whole windows
+
+    def launch_options(self, blocks) -> dict:
+        return {}
+
+    def share(self, shift: Int32) -> Share:
+        block, _, _ = cute.arch.block_idx()
+        return Share(Int32(block) & ((Int32(1) << shift) - 1), shift, Int32(block) >> shift)
+
+    def part(self, share: Share, nth: Int32) -> tuple:
+        shared, blocks = nth < TURNS, Int32(1) << share.shift
+        rank, shift = (cutlass.select_(shared, x, Int32(0)) for x in (share.rank, share.shift))
+        return Share(rank, shift, share.place * TURNS + nth), shared | ((nth & (blocks - 1)) == share.rank)
+
+    def following(self, share: Share, nth: Int32) -> Share:
+        return self.part(share, nth + 1)[0]
+
+    def finishing(self, share: Share) -> Share:
+        return Share(0, 0)
+
+    def label(self, nth: Int32) -> Int32:
+        return nth << 1
+
+    def allocate(self, array) -> Storage:
+        return Storage(array(Float32, SUMS, 2), array(Int32, 1), array(Float32, 3 * HEAD_DIM * LEVELS))
+
+    def prepare(self, storage: Storage, tid: Int32) -> None:
+        """Nothing to prepare."""
+
+    def owns(self, share: Share, tid: Int32) -> Boolean:
+        return tid < COLUMN_THREADS
+
+    def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
+        return splitters.sum_in_block(storage.totals[None, turn % 2], squares, COLUMN_THREADS, tid)
+
+    def root(self, address: Int64) -> pooling.Partial:
+        """A block's root, of one thread's columns."""
+        found = pooling.Partial.empty(COLUMNS)
+        for q in range(3):
+            memory.load_vector(address + q * HEAD_DIM * 4, found[q])
+        return found
+
+    @cute.jit
+    def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32, scratch) -> Boolean:
+        """Hand on the block's root, and, as the last block of the window, fold all.
+
+        A thread's stores come before the block's barrier, that before the atomic addition, which releases what it follows and acquires what
+        the additions before it released, and the loads come after the next barrier. The counter is zero again when the grid ends.
+        """
+        last = Boolean(True)
+        if share.shift > 0:
+            counter = memory.base_address(scratch) + Int64(share.place) * 4
+            place = (COUNTERS + (share.place << share.shift) * PART + tid * COLUMNS) * 4
+            roots = memory.base_address(scratch) + Int64(place)
+            for q in cutlass.range_constexpr(3):
+                memory.store_vector(roots + Int64((share.rank * PART + q * HEAD_DIM) * 4), partial[q])
+            cute.arch.barrier(barrier_id=1, number_of_threads=COLUMN_THREADS)
+            if tid == 0:
+                pointer = memory.at(counter, Int32, 1).iterator
+                storage.arrived[0] = cute.arch.atomic_add(pointer, Int32(1), sem="acq_rel", scope="gpu")
+            cute.arch.barrier(barrier_id=1, number_of_threads=COLUMN_THREADS)
+            last = storage.arrived[0] == (Int32(1) << share.shift) - 1
+            if last:
+                for shift in self.shifts():
+                    if share.shift == shift:
+                        found = [self.root(roots + block * PART * 4) for block in range(1 << shift)]  # all loads come before the first use
+                        root = self.tree(found.__getitem__, 0, 1 << shift)
+                        for q in cutlass.range_constexpr(3):
+                            cute.autovec_copy(root[q], partial[q])
+                if tid == 0:
+                    memory.at(counter, Int32, 1)[0] = Int32(0)
+        return last

@@ -1,0 +1,28 @@
+"""Memory through which blocks of one launch of `compress_store` hand on partial results, where the hardware has no clusters (SM120)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+TURNS = 2  # windows of a team of blocks that the blocks share
+COUNTERS = 64 * TURNS  # one a shared window: blocks that have handed on what they pooled; zero between launches
+PART = 3 * 512  # words of what a block hands on: a peak, a weight and a product for each column
+PARTS = 256 * TURNS
+WORDS = COUNTERS + PARTS * PART
+
+
+def compress_scratch(device: torch.device | str) -> torch.Tensor:
+    """A `scratch` for `compress_store`: int32 [786,560], zeros (3 MiB).
+
+    Launches that may run at the same time (streams, branches of a graph, graphs) need one each. Every launch leaves the counters in it
+    zero; after a device error make a new one.
+    """
+    return torch.zeros(WORDS, dtype=torch.int32, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def no_scratch(device: torch.device) -> torch.Tensor:
+    """What stands for a scratch where there is none."""
+    return torch.empty(0, dtype=torch.int32, device=device)
