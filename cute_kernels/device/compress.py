@@ -22,7 +22,6 @@ from cutlass.utils import SmemAllocator
 from cute_kernels.device import WARP, memory, norm_rope, pdl, pooling, splitters, window_ring
 from cute_kernels.device.compress_arguments import Arguments
 from cute_kernels.device.compress_plan import Dealt, Plan
-from cute_kernels.device.pooling import COLUMN_THREADS, COLUMNS
 from cute_kernels.device.slots import Divisor
 from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from cute_kernels.save_policy import overlap
@@ -267,14 +266,14 @@ class CompressKernel:
         """Pooling threads: take stages from the ring, pool them, and finish each window."""
         plan, ring = self.plan, self.plan.ring
         stages = cutlass.const_expr(plan.window // ring.rows // self.splitter.chunks)  # of a chunk
-        group = tid // COLUMN_THREADS
-        column = tid % COLUMN_THREADS * COLUMNS
+        group = tid // plan.column_threads
+        column = tid % plan.column_threads * plan.columns
         finishing = self.splitter.finishing(share)
-        owned = finishing.rank * (HEAD_DIM >> finishing.shift) + (tid & ((COLUMN_THREADS >> finishing.shift) - 1)) * COLUMNS
+        owned = finishing.rank * (HEAD_DIM >> finishing.shift) + (tid & ((plan.column_threads >> finishing.shift) - 1)) * plan.columns
         pdl.begin(self.pdl, mA.independent)
         early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
-        weight = norm_rope.load_weight(mA.norm_weight, owned, COLUMNS) if early else None
-        shape = cute.make_layout((COLUMNS, plan.batch))
+        weight = norm_rope.load_weight(mA.norm_weight, owned, plan.columns) if early else None
+        shape = cute.make_layout((plan.columns, plan.batch))
         bias = cute.make_rmem_tensor(shape, Float32)
         self.load_bias(mA, self.first_row(self.splitter.part(share, Int32(0))[0], group), column, bias)
         n, turn = Int32(0), Int32(0)
@@ -286,7 +285,7 @@ class CompressKernel:
             first, after = (self.first_row(p, group) for p in (part, self.splitter.following(share, flags >> 1)))
             chunks = self.splitter.chunks >> part.shift  # of a window that this block pools
             rotation = self.load_rotation(shared, turn, owned) if early else None
-            partial = pooling.Partial.empty(COLUMNS)
+            partial = pooling.Partial.empty(plan.columns)
             for chunk in cutlass.range(chunks, unroll=1):
                 partial.clear()
                 for stage in cutlass.range(stages, unroll=1):
@@ -321,12 +320,13 @@ class CompressKernel:
     @cute.jit
     def load_rotation(self, shared: Shared, turn: Int32, column: Int32) -> cute.Tensor:
         """Cosines, then sines, of a thread's pairs in the window of this turn."""
-        rotation = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
+        slots, pairs = self.plan.slots, cutlass.const_expr(self.plan.columns // 2)
+        rotation = cute.make_rmem_tensor(cute.make_layout(2 * pairs), Float32)
         rotation.fill(0.0)
         if column >= NOPE_DIM:
-            for j in cutlass.range_constexpr(COLUMNS // 2):
-                rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, turn % self.plan.slots]
-                rotation[COLUMNS // 2 + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, turn % self.plan.slots]
+            for j in cutlass.range_constexpr(pairs):
+                rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, turn % slots]
+                rotation[pairs + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, turn % slots]
         return rotation
 
     @cute.jit
@@ -337,8 +337,8 @@ class CompressKernel:
         for k in cutlass.range_constexpr(self.plan.batch):
             goal = shared.ring.goals[first + k, n % self.plan.slots]
             if goal != 0:
-                scores = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
-                for c in cutlass.range_constexpr(COLUMNS):
+                scores = cute.make_rmem_tensor(cute.make_layout(self.plan.columns), Float32)
+                for c in cutlass.range_constexpr(self.plan.columns):
                     scores[c] = logits[c, k] + bias[c, k]
                 memory.store_vector(goal + Int64(column) * 4, values[None, k], streaming=True)
                 memory.store_vector(goal + Int64(column + self.plan.width) * 4, scores, streaming=True)
@@ -356,7 +356,7 @@ class CompressKernel:
     ):
         """Pool rows: position embeddings added to this step's scores, rows before position 0 left out. Bit k of a mask is row k."""
         for k in range(self.plan.batch):
-            for c in range(COLUMNS):
+            for c in range(self.plan.columns):
                 if "kv_score" in self.names:
                     logits[c, k] = cutlass.select_((from_step & (1 << k)) != 0, logits[c, k] + bias[c, k], logits[c, k])
                 if k < overlap(self.plan.ratio):
@@ -380,12 +380,13 @@ class CompressKernel:
         tid: Int32,
     ):
         """Normalise and rotate the pooled row, and write it into the cache."""
+        columns = cutlass.const_expr(self.plan.columns)
         if cutlass.const_expr(weight is None):
-            weight, rotation = norm_rope.load_weight(mA.norm_weight, column, COLUMNS), self.load_rotation(shared, turn, column)
-        pooled = cute.make_rmem_tensor(cute.make_layout(COLUMNS), Float32)
-        for c in cutlass.range_constexpr(COLUMNS):
+            weight, rotation = norm_rope.load_weight(mA.norm_weight, column, columns), self.load_rotation(shared, turn, column)
+        pooled = cute.make_rmem_tensor(cute.make_layout(columns), Float32)
+        for c in cutlass.range_constexpr(columns):
             pooled[c] = total.product[c] * cute.arch.rcp_approx(total.weight[c])
-        squares = cute.arch.warp_reduction_sum(norm_rope.square_sum(pooled), threads_in_group=splitters.SUM_THREADS)
+        squares = cute.arch.warp_reduction_sum(norm_rope.square_sum(pooled), threads_in_group=HEAD_DIM // splitters.SUMS // columns)
         squares = self.splitter.sum(shared.merging, share, squares, turn, tid)
         if self.splitter.owns(share, tid):
             norm_rope.normalise_rotate(pooled, squares, mA.eps, weight, column >= NOPE_DIM, rotation)

@@ -9,7 +9,6 @@ from cutlass import Int32
 
 from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.device import WARP
-from cute_kernels.device.pooling import COLUMN_THREADS
 from cute_kernels.device.window_ring import WindowRing
 from cute_kernels.kv_format import HEAD_DIM
 from cute_kernels.save_policy import overlap
@@ -24,7 +23,8 @@ class Plan:
 
     ratio          4 or 128
     vector         fp32 numbers of a thread's access to a state row that is saved: 4 or 8
-    groups         groups of 128 threads that pool, each its own rows over all columns
+    columns        columns that a thread pools
+    groups         groups of 512 / columns threads that pool, each its own rows over all columns
     batch          rows of a stage that a group pools together
     looks          groups of 32 rows that are looked at together
     slots          stages in flight
@@ -40,6 +40,7 @@ class Plan:
 
     ratio: int
     vector: int
+    columns: int
     groups: int
     batch: int
     looks: int
@@ -64,9 +65,14 @@ class Plan:
         return self.ratio + overlap(self.ratio)
 
     @property
+    def column_threads(self) -> int:
+        """Threads of a group."""
+        return HEAD_DIM // self.columns
+
+    @property
     def pooling(self) -> int:
         """Threads that pool."""
-        return self.groups * COLUMN_THREADS
+        return self.groups * self.column_threads
 
     @property
     def threads(self) -> int:
@@ -119,18 +125,19 @@ class Plan:
 def plan_of(spec: CompressStoreSpec) -> Plan:
     """Tuning of blocks that pool whole windows, the same for both families: at most 99 KB of shared memory a block, and no clusters.
 
-    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: each group of threads pools its rows of a stage.
-    Where every row is saved, a row of ratio 4 is read once and saved from the ring; at ratio 128 more warps save.
+    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: eight rows a stage, pooled by twice as many threads, two
+    warps for each of an SM's schedulers. Where every row is saved, a row of ratio 4 is read once and saved from the ring; at ratio 128 more
+    warps save.
     """
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
     if spec.ratio == 4:
         return Plan(
-            ratio=4, vector=vector, groups=1, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 2, save_rows=1,
+            ratio=4, vector=vector, columns=4, groups=1, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 2, save_rows=1,
             unit=1, middle=4, deal=264, resident=2, short=8, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
-        ratio=128, vector=vector, groups=2, batch=4, looks=1, slots=2, savers=8 if every_row else 4, save_rows=2,
-        unit=4, middle=4, deal=128, resident=1, short=0, on_the_way=False,
+        ratio=128, vector=vector, columns=2, groups=1, batch=8, looks=4, slots=2, savers=2 if every_row else 1,
+        save_rows=2 if every_row else 1, unit=4, middle=4, deal=128, resident=2, short=0, on_the_way=False,
     )  # fmt: skip
 
 

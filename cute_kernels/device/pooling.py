@@ -9,10 +9,6 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from cute_kernels.kv_format import HEAD_DIM
-
-COLUMNS = 4  # fp32 numbers of a row that a thread pools: 16 bytes of shared memory
-COLUMN_THREADS = HEAD_DIM // COLUMNS
 LOG2_E = 1.4426950408889634
 NEG_INF = float("-inf")
 
@@ -85,6 +81,12 @@ def merge(partial: Partial, c: int, others: list) -> None:
         weight = cute.math.fma(other_weight, decay, weight)
         product = cute.math.fma(other_product, decay, product)
     partial.peak[c], partial.weight[c], partial.product[c] = peak, weight, product
+
+
+def fold(left: Partial, right: Partial) -> None:
+    """Fold `right` into `left`."""
+    for c in range(cute.size(left.peak)):
+        merge(left, c, [(right.peak[c], right.weight[c], right.product[c])])
 
 
 @cute.jit

@@ -7,7 +7,6 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from cute_kernels.device import memory, pooling, splitters
-from cute_kernels.device.pooling import COLUMN_THREADS, COLUMNS
 from cute_kernels.device.splitters import LEVELS, SUMS, Share, Tree
 from cute_kernels.kv_format import HEAD_DIM
 from cute_kernels.scratch import COUNTERS, PART, PARTS, TURNS, WORDS
@@ -74,14 +73,14 @@ class RowScratch(Tree):
         """Nothing to prepare."""
 
     def owns(self, share: Share, tid: Int32) -> Boolean:
-        return tid < COLUMN_THREADS
+        return tid < self.threads
 
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
-        return splitters.sum_in_block(storage.totals[None, turn % 2], squares, COLUMN_THREADS, tid)
+        return splitters.sum_in_block(storage.totals[None, turn % 2], squares, self.columns, self.threads, tid)
 
     def root(self, address: Int64) -> pooling.Partial:
         """A block's root, of one thread's columns."""
-        found = pooling.Partial.empty(COLUMNS)
+        found = pooling.Partial.empty(self.columns)
         for q in range(3):
             memory.load_vector(address + q * HEAD_DIM * 4, found[q])
         return found
@@ -96,15 +95,15 @@ class RowScratch(Tree):
         last = Boolean(True)
         if share.shift > 0:
             counter = memory.base_address(scratch) + Int64(share.place) * 4
-            place = (COUNTERS + (share.place << share.shift) * PART + tid * COLUMNS) * 4
+            place = (COUNTERS + (share.place << share.shift) * PART + tid * self.columns) * 4
             roots = memory.base_address(scratch) + Int64(place)
             for q in cutlass.range_constexpr(3):
                 memory.store_vector(roots + Int64((share.rank * PART + q * HEAD_DIM) * 4), partial[q])
-            cute.arch.barrier(barrier_id=1, number_of_threads=COLUMN_THREADS)
+            cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
             if tid == 0:
                 pointer = memory.at(counter, Int32, 1).iterator
                 storage.arrived[0] = cute.arch.atomic_add(pointer, Int32(1), sem="acq_rel", scope="gpu")
-            cute.arch.barrier(barrier_id=1, number_of_threads=COLUMN_THREADS)
+            cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
             last = storage.arrived[0] == (Int32(1) << share.shift) - 1
             if last:
                 for shift in self.shifts():

@@ -14,11 +14,9 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from cute_kernels.device import WARP, convert, pooling
-from cute_kernels.device.pooling import COLUMN_THREADS, COLUMNS
 from cute_kernels.kv_format import HEAD_DIM
 
-SUM_THREADS = 16  # threads whose sums of squares are added by shuffles: 64 columns
-SUMS = COLUMN_THREADS // SUM_THREADS
+SUMS = 8  # of squares, of 64 columns each, that are added after shuffles
 LEVELS = 3  # of the tree that folds the results of a window's chunks
 
 
@@ -38,17 +36,12 @@ class Storage(NamedTuple):
     parts: Any  # [floats] partial results on their way
 
 
-def merge(left: pooling.Partial, right: pooling.Partial) -> None:
-    """Fold `right` into `left`."""
-    for c in range(COLUMNS):
-        pooling.merge(left, c, [(right.peak[c], right.weight[c], right.product[c])])
-
-
 @cute.jit
-def sum_in_block(slots: cute.Tensor, squares: Float32, threads: cutlass.Constexpr, tid: Int32) -> Float32:
-    """The sum of what the first of 16 threads each have, known to all `threads` that pool. slots: [8] in shared memory."""
-    if (tid % SUM_THREADS == 0) & (tid // SUM_THREADS < SUMS):
-        slots[tid // SUM_THREADS] = squares
+def sum_in_block(slots: cute.Tensor, squares: Float32, columns: cutlass.Constexpr, threads: cutlass.Constexpr, tid: Int32) -> Float32:
+    """The sum of what the first thread of each 64 columns has, known to all `threads` that pool. slots: [8] in shared memory."""
+    together = cutlass.const_expr(HEAD_DIM // SUMS // columns)
+    if (tid % together == 0) & (tid // together < SUMS):
+        slots[tid // together] = squares
     cute.arch.barrier(barrier_id=1, number_of_threads=threads)
     return pooling.total_of(slots)
 
@@ -79,8 +72,9 @@ class Alike:
 
 @dataclass(frozen=True)
 class OneBlock(Alike):
-    """One block pools whole windows, each group of threads its own rows: ratio 4. threads: those that pool."""
+    """One block pools whole windows, each group of threads its own rows: ratio 4. columns: of a thread. threads: those that pool."""
 
+    columns: int
     threads: int
     chunks = 1
     remainder = staticmethod(operator.mod)
@@ -103,7 +97,7 @@ class OneBlock(Alike):
 
     def allocate(self, array) -> Storage:
         """Shared memory, made by `array(dtype, *shape)`."""
-        parts = array(Float32, 3 * COLUMNS * self.threads) if self.threads * COLUMNS > HEAD_DIM else None
+        parts = array(Float32, 3 * self.columns * self.threads) if self.threads * self.columns > HEAD_DIM else None
         return Storage(array(Float32, SUMS, 2), None, parts)
 
     def prepare(self, storage: Storage, tid: Int32) -> None:
@@ -111,7 +105,7 @@ class OneBlock(Alike):
 
     def owns(self, share: Share, tid: Int32) -> Boolean:
         """Whether a thread finishes columns of the window."""
-        return tid < COLUMN_THREADS
+        return tid < HEAD_DIM // self.columns
 
     def fold(self, storage: Storage, share: Share, partial: pooling.Partial, chunk, tid: Int32) -> None:
         """The only chunk is the window."""
@@ -119,26 +113,32 @@ class OneBlock(Alike):
     @cute.jit
     def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32, scratch):
         """Merge the groups of the block; the first group holds the result. Returns whether this block finishes the window."""
-        groups = cutlass.const_expr(self.threads * COLUMNS // HEAD_DIM)
+        groups = cutlass.const_expr(self.threads * self.columns // HEAD_DIM)
         if cutlass.const_expr(groups > 1):
-            parts = cute.make_tensor(storage.parts.iterator, cute.make_layout((COLUMNS, COLUMN_THREADS, 3, groups)))
+            parts = cute.make_tensor(storage.parts.iterator, cute.make_layout((self.columns, HEAD_DIM // self.columns, 3, groups)))
             pooling.merge_groups(partial, parts, self.threads, tid)
         return True
 
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
         """The sum of squares of all columns; each thread hands in that of its columns' group of 64."""
-        return sum_in_block(storage.totals[None, turn % 2], squares, self.threads, tid)
+        return sum_in_block(storage.totals[None, turn % 2], squares, self.columns, self.threads, tid)
 
 
 @dataclass(frozen=True)
 class Tree:
     """A window's chunks folded as a tree, whose subtrees blocks have, as many as the step's row count asks for. One group of threads pools.
 
-    steps: (most rows of the step, blocks, teams), ascending; the last one serves longer steps, too.
+    columns: of a thread. steps: (most rows of the step, blocks, teams), ascending; the last one serves longer steps, too.
     """
 
+    columns: int
     steps: tuple
     chunks = 1 << LEVELS
+
+    @property
+    def threads(self) -> int:
+        """Threads that pool."""
+        return HEAD_DIM // self.columns
 
     def fixed(self, deal: Int32, planned: int) -> Int32:
         return deal
@@ -164,12 +164,12 @@ class Tree:
 
     def place(self, storage: Storage, first, q: int, threads, thread: Int32) -> cute.Tensor:
         """Where a peak, weight or product (q) lies of the first-th of partial results that `threads` threads have."""
-        place = storage.parts.iterator + ((first * 3 + q) * threads + thread) * COLUMNS
-        pointer = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=4 * COLUMNS)
-        return cute.make_tensor(pointer, cute.make_layout(COLUMNS))
+        place = storage.parts.iterator + ((first * 3 + q) * threads + thread) * self.columns
+        pointer = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=4 * self.columns)
+        return cute.make_tensor(pointer, cute.make_layout(self.columns))
 
     def load(self, storage: Storage, first, threads, tid: Int32) -> pooling.Partial:
-        found = pooling.Partial.empty(COLUMNS)
+        found = pooling.Partial.empty(self.columns)
         for q in range(3):
             cute.autovec_copy(self.place(storage, first, q, threads, tid), found[q])
         return found
@@ -184,14 +184,14 @@ class Tree:
         for level in cutlass.range_constexpr(self.levels()):
             ones = cutlass.const_expr((2 << level) - 1)
             if (chunk & ones) == ones:
-                left = self.load(storage, self.room(level), COLUMN_THREADS, tid)
-                merge(left, partial)
+                left = self.load(storage, self.room(level), self.threads, tid)
+                pooling.fold(left, partial)
                 for q in cutlass.range_constexpr(3):
                     cute.autovec_copy(left[q], partial[q])
         if ((chunk + 1) << share.shift) != self.chunks:
             level = cute.arch.popc(chunk ^ (chunk + 1)) - 1
             for q in cutlass.range_constexpr(3):
-                cute.autovec_copy(partial[q], self.place(storage, self.room(level), q, COLUMN_THREADS, tid))
+                cute.autovec_copy(partial[q], self.place(storage, self.room(level), q, self.threads, tid))
 
     def room(self, level):
         """Place of a level's results in `parts`; that of the highest level is the one other blocks send to."""
@@ -202,7 +202,7 @@ class Tree:
         if count == 1:
             return load(first)
         left = self.tree(load, first, count // 2)
-        merge(left, self.tree(load, first + count // 2, count // 2))
+        pooling.fold(left, self.tree(load, first + count // 2, count // 2))
         return left
 
 
@@ -236,7 +236,7 @@ class RowCluster(Tree, Alike):
 
     def owners(self, share: Share) -> Int32:
         """Threads that finish a window's columns."""
-        return Int32(COLUMN_THREADS) >> share.shift
+        return Int32(self.threads) >> share.shift
 
     def owns(self, share: Share, tid: Int32) -> Boolean:
         return tid < self.owners(share)
@@ -255,8 +255,8 @@ class RowCluster(Tree, Alike):
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, HEAD_DIM * 4 * 3)
             for q in cutlass.range_constexpr(3):
                 place = self.place(storage, share.rank, q, owners, tid & (owners - 1))
-                bits = tuple(convert.bits_of(partial[q][c]) for c in range(COLUMNS))
-                cute.arch.store_async_dsmem(place.iterator, bits, barrier, tid >> (COLUMN_THREADS.bit_length() - 1 - share.shift))
+                bits = tuple(convert.bits_of(partial[q][c]) for c in range(self.columns))
+                cute.arch.store_async_dsmem(place.iterator, bits, barrier, tid >> (self.threads.bit_length() - 1 - share.shift))
             if tid < owners:
                 cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
                 for shift in self.shifts():
@@ -268,18 +268,18 @@ class RowCluster(Tree, Alike):
 
     @cute.jit
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
-        """The first of 16 threads with columns send their sum, each to one block; whole warps of owners wait for all sums.
+        """The first threads of each 64 columns send their sum, each to one block; whole warps of owners wait for all sums.
 
         A barrier is used every second turn. A block two turns ahead cannot be: it needs this block's sums of the turn between.
         """
         barrier, slots = storage.barriers.iterator + turn % 2, storage.totals[None, turn % 2]
-        own = Int32(SUMS) >> share.shift
+        own, together = Int32(SUMS) >> share.shift, cutlass.const_expr(self.threads // SUMS)
         cute.arch.sync_warp()  # what the warp has read of parts and sums before, others may overwrite once they have its sums
         if tid == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, SUMS * 4)
-        if (tid // SUM_THREADS < own) & (tid % SUM_THREADS < (Int32(1) << share.shift)):
-            place = slots.iterator + (share.rank * own + tid // SUM_THREADS)
-            cute.arch.store_async_dsmem(place, convert.bits_of(squares), barrier, tid % SUM_THREADS)
+        if (tid // together < own) & (tid % together < (Int32(1) << share.shift)):
+            place = slots.iterator + (share.rank * own + tid // together)
+            cute.arch.store_async_dsmem(place, convert.bits_of(squares), barrier, tid % together)
         if tid < cutlass.max(self.owners(share), Int32(WARP)):
             cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
         return pooling.total_of(slots)

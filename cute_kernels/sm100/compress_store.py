@@ -1,6 +1,5 @@
 """`compress_store` for the SM100 family: full rows, BF16 or FP8; windows of ratio 128 are split over clusters."""
 
-import dataclasses
 from typing import Any
 
 from cute_kernels.compile.spec import CompressStoreSpec
@@ -27,18 +26,13 @@ def fp8_writer(arguments: Arguments) -> Fp8Row:
 
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
-    plan = compress_plan.plan_of(spec)
-    if spec.ratio == 4:
-        return plan
-    if spec.save == "every_row":
-        return dataclasses.replace(plan, groups=1, looks=4, slots=5, savers=2, resident=2)
-    return dataclasses.replace(plan, groups=1, looks=4, slots=3, savers=1, save_rows=1, resident=3)
+    return compress_plan.plan_of(spec)
 
 
 def splitter_of(spec: CompressStoreSpec) -> Any:
     if spec.ratio == 4:
-        return splitters.OneBlock(plan_of(spec).pooling)
-    return splitters.RowCluster(STEPS[spec.save])
+        return splitters.OneBlock(plan_of(spec).columns, plan_of(spec).pooling)
+    return splitters.RowCluster(plan_of(spec).columns, STEPS[spec.save])
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:

@@ -1,6 +1,5 @@
 """`compress_store` for the SM120 family: packed rows (fp8_ds_mla); windows of ratio 128 are split over blocks, by global memory."""
 
-import dataclasses
 from typing import Any
 
 from cute_kernels.compile.spec import CompressStoreSpec
@@ -24,18 +23,13 @@ def packed_writer(arguments: Arguments) -> PackedRow:
 
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
-    plan = compress_plan.plan_of(spec)
-    if spec.ratio == 4:
-        return plan
-    if spec.save == "every_row":
-        return dataclasses.replace(plan, groups=1, looks=4, slots=4, savers=2, resident=2)
-    return dataclasses.replace(plan, groups=1, looks=4, slots=3, savers=1, save_rows=1, resident=3)
+    return compress_plan.plan_of(spec)
 
 
 def splitter_of(spec: CompressStoreSpec) -> Any:
     if spec.ratio == 4:
-        return splitters.OneBlock(plan_of(spec).pooling)
-    return RowScratch(STEPS[spec.save])
+        return splitters.OneBlock(plan_of(spec).columns, plan_of(spec).pooling)
+    return RowScratch(plan_of(spec).columns, STEPS[spec.save])
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:
