@@ -7,14 +7,14 @@ import functools
 import torch
 
 TURNS = 2  # windows of a team of blocks that the blocks share
-COUNTERS = 64 * TURNS  # one a shared window: blocks that have handed on what they pooled; zero between launches
+COUNTERS = 128 * TURNS  # one a shared window: blocks that have handed on what they pooled; zero between launches
 PART = 3 * 512  # words of what a block hands on: a peak, a weight and a product for each column
-PARTS = 256 * TURNS
+PARTS = 256 * TURNS  # blocks of all teams
 WORDS = COUNTERS + PARTS * PART
 
 
 def compress_scratch(device: torch.device | str) -> torch.Tensor:
-    """A `scratch` for `compress_store`: int32 [786,560], zeros (3 MiB).
+    """A `scratch` for `compress_store`: int32 [786,688], zeros (3 MiB).
 
     Launches that may run at the same time (streams, branches of a graph, graphs) need one each. Every launch leaves the counters in it
     zero; after a device error make a new one.

@@ -67,9 +67,7 @@ class CompressKernel:
         )
 
     @cute.kernel
-    def kernel(
-        self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, bits: Int32, by_state_rows: Divisor, shift: Int32 | None
-    ):
+    def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, bits: Int32, by_state_rows: Divisor, shift: Int32 | None):
         """Each role waits for the grid in front by itself. Before that the warp that fetches settles which rows it looks at first, and a
         thread that pools, which has time until data arrive, fetches the parameters for all."""
         plan = self.plan
@@ -266,23 +264,22 @@ class CompressKernel:
         """Pooling threads: take stages from the ring, pool them, and finish each window."""
         plan, ring = self.plan, self.plan.ring
         stages = cutlass.const_expr(plan.window // ring.rows // self.splitter.chunks)  # of a chunk
-        group = tid // plan.column_threads
-        column = tid % plan.column_threads * plan.columns
+        column = tid * plan.columns
         finishing = self.splitter.finishing(share)
-        owned = finishing.rank * (HEAD_DIM >> finishing.shift) + (tid & ((plan.column_threads >> finishing.shift) - 1)) * plan.columns
+        owned = finishing.rank * (HEAD_DIM >> finishing.shift) + (tid & ((plan.pooling >> finishing.shift) - 1)) * plan.columns
         pdl.begin(self.pdl, mA.independent)
         early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
         weight = norm_rope.load_weight(mA.norm_weight, owned, plan.columns) if early else None
         shape = cute.make_layout((plan.columns, plan.batch))
         bias = cute.make_rmem_tensor(shape, Float32)
-        self.load_bias(mA, self.first_row(self.splitter.part(share, Int32(0))[0], group), column, bias)
+        self.load_bias(mA, self.first_row(self.splitter.part(share, Int32(0))[0]), column, bias)
         n, turn = Int32(0), Int32(0)
         ring.wait_full(shared.ring, n)
         flags = shared.ring.notes[0, 0]
         while flags != window_ring.END:
             kv_slot = shared.ring.notes[1, n % ring.slots]
             part, _ = self.splitter.part(share, flags >> 1)
-            first, after = (self.first_row(p, group) for p in (part, self.splitter.following(share, flags >> 1)))
+            first, after = (self.first_row(p) for p in (part, self.splitter.following(share, flags >> 1)))
             chunks = self.splitter.chunks >> part.shift  # of a window that this block pools
             rotation = self.load_rotation(shared, turn, owned) if early else None
             partial = pooling.Partial.empty(plan.columns)
@@ -296,11 +293,10 @@ class CompressKernel:
                         self.load_bias(mA, row, column, coming)
                         ring.wait_full(shared.ring, n)
                     values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-                    from_step = shared.ring.notes[2, n % ring.slots] >> (group * plan.batch)
-                    excluded = shared.ring.notes[3, n % ring.slots] >> (group * plan.batch)
-                    ring.read(shared.ring, n, group * plan.batch, column, values, logits)
+                    from_step, excluded = (shared.ring.notes[i, n % ring.slots] for i in (2, 3))
+                    ring.read(shared.ring, n, column, values, logits)
                     if cutlass.const_expr(plan.on_the_way):
-                        self.save_pooled(shared, n, group * plan.batch, column, bias, values, logits)
+                        self.save_pooled(shared, n, column, bias, values, logits)
                     self.add_rows(from_step, excluded, bias, values, logits, partial, plan.window == ring.rows)
                     ring.release(shared.ring, n)
                     if cutlass.const_expr(plan.window > ring.rows and mA.kv_score is not None):
@@ -313,9 +309,9 @@ class CompressKernel:
             ring.wait_full(shared.ring, n)
             flags = shared.ring.notes[0, n % ring.slots]
 
-    def first_row(self, part: splitters.Share, group: Int32) -> Int32:
-        """The first row that a group of threads pools of its block's part in a window."""
-        return part.rank * (self.plan.window >> part.shift) + group * self.plan.batch
+    def first_row(self, part: splitters.Share) -> Int32:
+        """The first row of a block's part in a window."""
+        return part.rank * (self.plan.window >> part.shift)
 
     @cute.jit
     def load_rotation(self, shared: Shared, turn: Int32, column: Int32) -> cute.Tensor:
@@ -330,12 +326,10 @@ class CompressKernel:
         return rotation
 
     @cute.jit
-    def save_pooled(
-        self, shared: Shared, n: Int32, first: Int32, column: Int32, bias: cute.Tensor, values: cute.Tensor, logits: cute.Tensor
-    ):
-        """Save this thread's columns of the rows first, first + 1, .. of stage n that have a goal: rows of this step all."""
+    def save_pooled(self, shared: Shared, n: Int32, column: Int32, bias: cute.Tensor, values: cute.Tensor, logits: cute.Tensor):
+        """Save this thread's columns of the rows of stage n that have a goal: rows of this step all."""
         for k in cutlass.range_constexpr(self.plan.batch):
-            goal = shared.ring.goals[first + k, n % self.plan.slots]
+            goal = shared.ring.goals[k, n % self.plan.slots]
             if goal != 0:
                 scores = cute.make_rmem_tensor(cute.make_layout(self.plan.columns), Float32)
                 for c in cutlass.range_constexpr(self.plan.columns):

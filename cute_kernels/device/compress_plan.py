@@ -24,8 +24,7 @@ class Plan:
     ratio          4 or 128
     vector         fp32 numbers of a thread's access to a state row that is saved: 4 or 8
     columns        columns that a thread pools
-    groups         groups of 512 / columns threads that pool, each its own rows over all columns
-    batch          rows of a stage that a group pools together
+    batch          rows of a stage, which a thread pools together
     looks          groups of 32 rows that are looked at together
     slots          stages in flight
     savers         saving warps
@@ -41,7 +40,6 @@ class Plan:
     ratio: int
     vector: int
     columns: int
-    groups: int
     batch: int
     looks: int
     slots: int
@@ -65,14 +63,9 @@ class Plan:
         return self.ratio + overlap(self.ratio)
 
     @property
-    def column_threads(self) -> int:
-        """Threads of a group."""
-        return HEAD_DIM // self.columns
-
-    @property
     def pooling(self) -> int:
         """Threads that pool."""
-        return self.groups * self.column_threads
+        return HEAD_DIM // self.columns
 
     @property
     def threads(self) -> int:
@@ -82,7 +75,7 @@ class Plan:
     @property
     def ring(self) -> WindowRing:
         """The ring of stages between them."""
-        return WindowRing(self.groups * self.batch, self.slots, self.pooling, whole=self.ratio != 4, goals=self.on_the_way)
+        return WindowRing(self.batch, self.slots, self.pooling, whole=self.ratio != 4, goals=self.on_the_way)
 
     def half(self, row):
         """First column that a window row contributes. Ratio 4: the older group its first 512 columns, the closing group its second."""
@@ -132,11 +125,11 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
     if spec.ratio == 4:
         return Plan(
-            ratio=4, vector=vector, columns=4, groups=1, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 2, save_rows=1,
+            ratio=4, vector=vector, columns=4, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 2, save_rows=1,
             unit=1, middle=4, deal=264, resident=2, short=8, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
-        ratio=128, vector=vector, columns=2, groups=1, batch=8, looks=4, slots=2, savers=2 if every_row else 1,
+        ratio=128, vector=vector, columns=2, batch=8, looks=4, slots=2, savers=2 if every_row else 1,
         save_rows=2 if every_row else 1, unit=4, middle=4, deal=128, resident=2, short=0, on_the_way=False,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Softmax pooling of a window: per column, over rows, in fp32; in registers, then across groups of threads.
+"""Softmax pooling of a window: per column, over rows, in fp32, in registers.
 
 A partial result is a column's largest logit times log2(e) (`peak`), the sum of its weights relative to that peak, and the weighted
 sum of values. An all -inf part has weight zero; an all -inf column becomes NaN, as 0 / 0.
@@ -7,7 +7,7 @@ sum of values. An all -inf part has weight zero; an all -inf column becomes NaN,
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, cute
 
 LOG2_E = 1.4426950408889634
 NEG_INF = float("-inf")
@@ -87,32 +87,6 @@ def fold(left: Partial, right: Partial) -> None:
     """Fold `right` into `left`."""
     for c in range(cute.size(left.peak)):
         merge(left, c, [(right.peak[c], right.weight[c], right.product[c])])
-
-
-@cute.jit
-def merge_parts(partial: Partial, parts: cute.Tensor, thread: Int32):
-    """Replace a partial result by the merger, in order, of a thread's parts: [columns, threads, 3, parts] in shared memory."""
-    columns, others = parts.shape[0], parts.shape[3] - 1
-    for q in cutlass.range_constexpr(3):
-        cute.autovec_copy(parts[None, thread, q, 0], partial[q])
-    loaded = cute.make_rmem_tensor(cute.make_layout((columns, 3, others)), Float32)
-    for g in cutlass.range_constexpr(others):
-        for q in cutlass.range_constexpr(3):
-            cute.autovec_copy(parts[None, thread, q, 1 + g], loaded[None, q, g])
-    for c in cutlass.range_constexpr(columns):
-        merge(partial, c, [(loaded[c, 0, g], loaded[c, 1, g], loaded[c, 2, g]) for g in range(others)])
-
-
-@cute.jit
-def merge_groups(partial: Partial, parts: cute.Tensor, threads: cutlass.Constexpr, tid: Int32):
-    """Merge the groups of a block's `threads` pooling threads through `parts` [columns, column threads, 3, groups]; the first group holds
-    the result."""
-    column_threads = parts.shape[1]
-    for q in cutlass.range_constexpr(3):
-        cute.autovec_copy(partial[q], parts[None, tid % column_threads, q, tid // column_threads])
-    cute.arch.barrier(barrier_id=1, number_of_threads=threads)
-    if tid < column_threads:
-        merge_parts(partial, parts, tid)
 
 
 @cute.jit

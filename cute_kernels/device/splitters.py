@@ -72,10 +72,9 @@ class Alike:
 
 @dataclass(frozen=True)
 class OneBlock(Alike):
-    """One block pools whole windows, each group of threads its own rows: ratio 4. columns: of a thread. threads: those that pool."""
+    """One block pools whole windows: ratio 4. columns: of a thread."""
 
     columns: int
-    threads: int
     chunks = 1
     remainder = staticmethod(operator.mod)
 
@@ -97,31 +96,25 @@ class OneBlock(Alike):
 
     def allocate(self, array) -> Storage:
         """Shared memory, made by `array(dtype, *shape)`."""
-        parts = array(Float32, 3 * self.columns * self.threads) if self.threads * self.columns > HEAD_DIM else None
-        return Storage(array(Float32, SUMS, 2), None, parts)
+        return Storage(array(Float32, SUMS, 2), None, None)
 
     def prepare(self, storage: Storage, tid: Int32) -> None:
         """Nothing to prepare."""
 
     def owns(self, share: Share, tid: Int32) -> Boolean:
         """Whether a thread finishes columns of the window."""
-        return tid < HEAD_DIM // self.columns
+        return Boolean(True)
 
     def fold(self, storage: Storage, share: Share, partial: pooling.Partial, chunk, tid: Int32) -> None:
         """The only chunk is the window."""
 
-    @cute.jit
     def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32, scratch):
-        """Merge the groups of the block; the first group holds the result. Returns whether this block finishes the window."""
-        groups = cutlass.const_expr(self.threads * self.columns // HEAD_DIM)
-        if cutlass.const_expr(groups > 1):
-            parts = cute.make_tensor(storage.parts.iterator, cute.make_layout((self.columns, HEAD_DIM // self.columns, 3, groups)))
-            pooling.merge_groups(partial, parts, self.threads, tid)
+        """Whether this block finishes the window, of which it then has the merged result."""
         return True
 
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
         """The sum of squares of all columns; each thread hands in that of its columns' group of 64."""
-        return sum_in_block(storage.totals[None, turn % 2], squares, self.columns, self.threads, tid)
+        return sum_in_block(storage.totals[None, turn % 2], squares, self.columns, HEAD_DIM // self.columns, tid)
 
 
 @dataclass(frozen=True)

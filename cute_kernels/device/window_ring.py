@@ -118,12 +118,12 @@ class WindowRing:
         cute.arch.mbarrier_arrive(ring.empty.iterator + n % self.slots)
 
     @cute.jit
-    def read(self, ring: Storage, n: Int32, first: Int32, column: Int32, values: cute.Tensor, logits: cute.Tensor):
-        """Columns from `column` on of rows first, first + 1, .. of stage n: [columns, rows]."""
+    def read(self, ring: Storage, n: Int32, column: Int32, values: cute.Tensor, logits: cute.Tensor):
+        """Columns from `column` on of the rows of stage n: [columns, rows]."""
         columns = cutlass.const_expr(values.shape[0])
         for part, fragment in enumerate((logits, values)):
             for k in range(values.shape[1]):
-                place = ring.rows.iterator + cute.crd2idx((column, 1 - part, first + k, n % self.slots), ring.rows.layout)
+                place = ring.rows.iterator + cute.crd2idx((column, 1 - part, k, n % self.slots), ring.rows.layout)
                 pointer = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=columns * 4)
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(columns)), fragment[None, k])
 

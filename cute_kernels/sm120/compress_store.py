@@ -12,9 +12,9 @@ from cute_kernels.device.scratch_split import RowScratch
 
 # Blocks that share a window, and teams of them, by the most rows of a step and by what is saved: few windows are spread over many blocks.
 STEPS = {
-    "policy": ((4096, 8, 32), (16384, 4, 64), (2**31 - 1, 1, 512)),
-    "every_row": ((4096, 8, 32), (2**31 - 1, 4, 64)),
-    "none": ((4096, 8, 32), (2**31 - 1, 4, 64)),
+    "policy": ((1024, 8, 16), (4096, 8, 32), (16384, 2, 64), (2**31 - 1, 1, 256)),
+    "every_row": ((1024, 8, 16), (4096, 8, 32), (2**31 - 1, 2, 128)),
+    "none": ((1024, 8, 16), (4096, 8, 32), (2**31 - 1, 2, 64)),
 }
 
 
@@ -28,7 +28,7 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
 
 def splitter_of(spec: CompressStoreSpec) -> Any:
     if spec.ratio == 4:
-        return splitters.OneBlock(plan_of(spec).columns, plan_of(spec).pooling)
+        return splitters.OneBlock(plan_of(spec).columns)
     return RowScratch(plan_of(spec).columns, STEPS[spec.save])
 
 

@@ -77,11 +77,9 @@ def test_leading_rows_of_a_padded_step_spread_over_the_teams(spec: CompressStore
 def test_sizes_agree(spec: CompressStoreSpec) -> None:
     """What the kernel divides leaves no rest, however many blocks share a window."""
     plan = plan_of(spec)
-    stage = plan.groups * plan.batch
-    assert plan.window % stage == 0 and min(32, plan.window) % stage == 0
+    assert plan.window % plan.batch == 0 and min(32, plan.window) % plan.batch == 0
     assert 1 <= plan.slots <= plan.pooling and plan.threads <= 1024
     assert plan.savers & (plan.savers - 1) == 0, "saving warps share rows evenly"
     for count in COUNTS:
         blocks, _ = split_of(spec, count)
-        assert blocks in (1, 2, 4, 8) and (blocks == 1 or plan.groups == 1)
-        assert plan.window // blocks % stage == 0
+        assert blocks in (1, 2, 4, 8) and plan.window // blocks % plan.batch == 0
