@@ -441,8 +441,8 @@ class CompressKernel:
                         row, ape_row = cute.arch.shuffle_sync(source, owner), cute.arch.shuffle_sync(place, owner)
                         for q in cutlass.range_constexpr(pieces):
                             column = (tid % row_threads + q * row_threads) * columns
-                            memory.load_vector(row + Int64(column) * 4, values[None, q, k], streaming=True)
-                            memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q, k], streaming=True)
+                            memory.load_vector(row + Int64(column) * 4, values[None, q, k], memory.STREAM, streaming=True)
+                            memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q, k], memory.STREAM, streaming=True)
                             memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q, k])
                     for _ in range(side_by_side):
                         mask = mask & (mask - 1)

@@ -234,7 +234,7 @@ class GatherKernel:
             for p in cutlass.range_constexpr(self.pieces):
                 column = self.column(p, lane)
                 if column < self.reader.codes:
-                    memory.load_vector(source + Int64(column), codes[None, p], streaming=True)
+                    memory.load_vector(source + Int64(column), codes[None, p], memory.STREAM)
 
     def column(self, p: int, lane: Int32) -> Int32:
         """First column of a lane's piece `p`: lanes lie side by side."""

@@ -5,6 +5,8 @@ from cutlass import Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, CopyR2GOp
 
+STREAM = CacheEvictionPriority.NO_ALLOCATE  # read once: leave L1 to what is read again
+KEEP = CacheEvictionPriority.EVICT_NORMAL
 # The L2 policy that createpolicy.fractional makes for all accesses: these lines go before any others.
 EVICT_FIRST = 0x12F0000000000000
 
@@ -30,14 +32,14 @@ def policy_of(streaming: bool) -> dict[str, Int64]:
     return {"cache_policy": Int64(EVICT_FIRST)} if streaming else {}
 
 
-def load_vector(address: Int64, fragment: cute.Tensor, streaming: bool = False) -> None:
+def load_vector(address: Int64, fragment: cute.Tensor, priority=KEEP, streaming: bool = False) -> None:
     """Fill a register fragment from consecutive bytes in one access (two, where the architecture has no wide enough one).
 
-    streaming   they are read once: L1 is left to what is read again, and the lines leave the L2 first
+    priority    in L1
+    streaming   the lines leave the L2 first
     """
     count = cute.size(fragment)
     dtype = fragment.element_type
-    priority = CacheEvictionPriority.NO_ALLOCATE if streaming else CacheEvictionPriority.EVICT_NORMAL
     atom = cute.make_copy_atom(CopyG2ROp(), dtype, num_bits_per_copy=count * dtype.width, l1c_evict_priority=priority)
     cute.copy(atom, at(address, dtype, count), fragment, **policy_of(streaming))
 

@@ -81,7 +81,7 @@ class Lanes:
         """Issue a lane's loads of the row of bf16 values at an address: [columns, pieces]. Each is read once."""
         loaded = cute.make_rmem_tensor(cute.make_layout((self.columns, self.pieces)), BFloat16)
         for p in range(self.pieces):
-            memory.load_vector(row + Int64(self.column(p, lane)) * 2, loaded[None, p], streaming=True)
+            memory.load_vector(row + Int64(self.column(p, lane)) * 2, loaded[None, p], memory.STREAM)
         return loaded
 
     def read(self, row: cute.Tensor, p: int, lane: Int32) -> cute.Tensor:

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from cute_kernels.device import WARP
-from cute_kernels.device.memory import at, base_address, load_vector
+from cute_kernels.device.memory import STREAM, at, base_address, load_vector
 
 INT32_MAX = 2**31 - 1
 
@@ -81,13 +81,13 @@ def load_ids(gIds: cute.Tensor, begin: Int32, columns: Int32, lane: Int32, ids: 
     first = (begin >> bits) + lane
     if begin + cute.size(ids) * WARP <= columns:
         for chunk in cutlass.range_constexpr(chunks):
-            load_vector(base_address(gVectors[None, first + chunk * WARP]), ids[None, chunk], streaming=True)
+            load_vector(base_address(gVectors[None, first + chunk * WARP]), ids[None, chunk], STREAM)
     else:
         ids.fill(-1)
         for chunk in cutlass.range_constexpr(chunks):
             index = first + chunk * WARP
             if index < columns >> bits:
-                load_vector(base_address(gVectors[None, index]), ids[None, chunk], streaming=True)
+                load_vector(base_address(gVectors[None, index]), ids[None, chunk], STREAM)
         if columns & (vector - 1) != 0:
             for chunk in cutlass.range_constexpr(chunks):
                 index = first + chunk * WARP

@@ -80,7 +80,11 @@ class WindowRing:
 
     @cute.jit
     def fetch(self, ring: Storage, n: Int32, values: Int64, scores: Int64, goal: Int64, row: Int32, lane: Int32):
-        """Issue the copies of a lane's row of stage n, if `row` is one. The whole warp calls; `publish` must follow."""
+        """Issue the copies of a lane's row of stage n, if `row` is one. The whole warp calls; `publish` must follow.
+
+        They are read once, so their lines leave the L2 first: the tables that say where rows lie stay there instead, and every window
+        waits for two looks at them.
+        """
         full = ring.full.iterator + n % self.slots
         if lane == 0:
             cute.arch.mbarrier_expect_tx(full, self.rows * 2 * HEAD_DIM * 4)
@@ -88,10 +92,10 @@ class WindowRing:
         if memory.in_range(row, self.rows):
             target = ring.rows.iterator + cute.crd2idx((0, 0, row, n % self.slots), ring.rows.layout)
             if cutlass.const_expr(self.whole):
-                copy_bulk(values, target, 2 * HEAD_DIM, full)
+                copy_bulk(values, target, 2 * HEAD_DIM, full, streaming=True)
             else:
-                copy_bulk(values, target, HEAD_DIM, full)
-                copy_bulk(scores, target + HEAD_DIM, HEAD_DIM, full)
+                copy_bulk(values, target, HEAD_DIM, full, streaming=True)
+                copy_bulk(scores, target + HEAD_DIM, HEAD_DIM, full, streaming=True)
             if cutlass.const_expr(self.goals):
                 ring.goals[row, n % self.slots] = goal
 
@@ -128,17 +132,19 @@ class WindowRing:
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(columns)), fragment[None, k])
 
 
-def copy_bulk(address: Int64, target, count: int, barrier) -> None:
+def copy_bulk(address: Int64, target, count: int, barrier, streaming: bool = False) -> None:
     """Start one asynchronous copy of `count` fp32 numbers from global to this block's shared memory, counted by `barrier`.
 
-    They are read once, so their lines leave the L2 first: the tables that say where rows lie stay there instead, and every window waits
-    for two looks at them. The DSL's copy atom names its target as an address of the cluster, by an instruction that SM120 objects shall
-    not hold.
+    The DSL's copy atom names its target as an address of the cluster, by an instruction that SM120 objects shall not hold.
+
+    streaming   the lines leave the L2 first
     """
+    operands = [Int32(target.toint()).ir_value(), address.ir_value(), Int32(barrier.toint()).ir_value()]
+    hint, policy = (".L2::cache_hint", ", $3") if streaming else ("", "")
     llvm.inline_asm(
         None,
-        [Int32(target.toint()).ir_value(), address.ir_value(), Int32(barrier.toint()).ir_value(), Int64(memory.EVICT_FIRST).ir_value()],
-        f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], {count * 4}, [$2], $3;",
-        "r,l,r,l",
+        [*operands, Int64(memory.EVICT_FIRST).ir_value()] if streaming else operands,
+        f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{hint} [$0], [$1], {count * 4}, [$2]{policy};",
+        "r,l,r,l" if streaming else "r,l,r",
         has_side_effects=True,
     )
