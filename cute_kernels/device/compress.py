@@ -295,9 +295,10 @@ class CompressKernel:
                     values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
                     from_step, excluded = (shared.ring.notes[i, n % ring.slots] for i in (2, 3))
                     ring.read(shared.ring, n, column, values, logits)
+                    self.add_bias(from_step, bias, logits)
                     if cutlass.const_expr(plan.on_the_way):
-                        self.save_pooled(shared, n, column, bias, values, logits)
-                    self.add_rows(from_step, excluded, bias, values, logits, partial, plan.window == ring.rows)
+                        self.save_pooled(shared, n, column, values, logits)
+                    self.add_rows(excluded, values, logits, partial, plan.window == ring.rows)
                     ring.release(shared.ring, n)
                     if cutlass.const_expr(plan.window > ring.rows and mA.kv_score is not None):
                         cute.autovec_copy(coming, bias)
@@ -326,16 +327,13 @@ class CompressKernel:
         return rotation
 
     @cute.jit
-    def save_pooled(self, shared: Shared, n: Int32, column: Int32, bias: cute.Tensor, values: cute.Tensor, logits: cute.Tensor):
+    def save_pooled(self, shared: Shared, n: Int32, column: Int32, values: cute.Tensor, logits: cute.Tensor):
         """Save this thread's columns of the rows of stage n that have a goal: rows of this step all."""
         for k in cutlass.range_constexpr(self.plan.batch):
             goal = shared.ring.goals[k, n % self.plan.slots]
             if goal != 0:
-                scores = cute.make_rmem_tensor(cute.make_layout(self.plan.columns), Float32)
-                for c in cutlass.range_constexpr(self.plan.columns):
-                    scores[c] = logits[c, k] + bias[c, k]
                 memory.store_vector(goal + Int64(column) * 4, values[None, k], streaming=True)
-                memory.store_vector(goal + Int64(column + self.plan.width) * 4, scores, streaming=True)
+                memory.store_vector(goal + Int64(column + self.plan.width) * 4, logits[None, k], streaming=True)
 
     @cute.jit
     def load_bias(self, mA: Arguments, first: Int32, column: Int32, bias: cute.Tensor):
@@ -345,18 +343,20 @@ class CompressKernel:
                 row = first + k
                 memory.load_vector(self.ape_address(mA, row % self.plan.ratio, column + self.plan.half(row)), bias[None, k])
 
-    def add_rows(
-        self, from_step: Int32, excluded: Int32, bias: cute.Tensor, values: cute.Tensor, logits: cute.Tensor, partial, first: bool
-    ):
-        """Pool rows: position embeddings added to this step's scores, rows before position 0 left out. Bit k of a mask is row k."""
-        for k in range(self.plan.batch):
-            for c in range(self.plan.columns):
-                if "kv_score" in self.names:
+    def add_bias(self, from_step: Int32, bias: cute.Tensor, logits: cute.Tensor) -> None:
+        """Add position embeddings to this step's scores: bit k of the mask is row k."""
+        if "kv_score" in self.names:
+            for k in range(self.plan.batch):
+                for c in range(self.plan.columns):
                     logits[c, k] = cutlass.select_((from_step & (1 << k)) != 0, logits[c, k] + bias[c, k], logits[c, k])
-                if k < overlap(self.plan.ratio):
-                    outside = (excluded & (1 << k)) != 0
-                    logits[c, k] = cutlass.select_(outside, Float32(pooling.NEG_INF), logits[c, k])
-                    values[c, k] = cutlass.select_(outside, Float32(0.0), values[c, k])
+
+    def add_rows(self, excluded: Int32, values: cute.Tensor, logits: cute.Tensor, partial, first: bool) -> None:
+        """Pool rows, those before position 0 left out: bit k of the mask is row k."""
+        for k in range(overlap(self.plan.ratio)):
+            for c in range(self.plan.columns):
+                outside = (excluded & (1 << k)) != 0
+                logits[c, k] = cutlass.select_(outside, Float32(pooling.NEG_INF), logits[c, k])
+                values[c, k] = cutlass.select_(outside, Float32(0.0), values[c, k])
         pooling.add_rows(partial, values, logits, first=first)
 
     @cute.jit
