@@ -118,7 +118,7 @@ class Plan:
 def plan_of(spec: CompressStoreSpec) -> Plan:
     """Tuning of blocks that pool whole windows, the same for both families: at most 99 KB of shared memory a block, and no clusters.
 
-    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: eight rows a stage, pooled by twice as many threads, two
+    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: four rows a stage, pooled by twice as many threads, two
     warps for each of an SM's schedulers. Where every row is saved, a row is read once and saved from the ring.
     """
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
@@ -128,7 +128,7 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
             unit=1, middle=4, deal=264, resident=2, short=8, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
-        ratio=128, vector=vector, columns=2, batch=8, looks=4, slots=2, savers=1, save_rows=1,
+        ratio=128, vector=vector, columns=2, batch=4, looks=4, slots=4, savers=1, save_rows=1,
         unit=4, middle=4, deal=128, resident=2, short=0, on_the_way=every_row,
     )  # fmt: skip
 

@@ -11,9 +11,9 @@ from cute_kernels.device.row_writers import Bf16Row, Fp8Row
 
 # Blocks that share a window, and teams of them, by the most rows of a step and by what is saved: few windows are spread over many blocks.
 STEPS = {
-    "policy": ((4096, 8, 16), (16384, 2, 64), (2**31 - 1, 1, 256)),
-    "every_row": ((4096, 8, 16), (2**31 - 1, 2, 128)),
-    "none": ((4096, 8, 16), (2**31 - 1, 2, 64)),
+    "policy": ((1024, 8, 16), (2048, 8, 32), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256)),
+    "every_row": ((2048, 8, 32), (16384, 2, 64), (2**31 - 1, 1, 256)),
+    "none": ((2048, 8, 32), (16384, 2, 64), (2**31 - 1, 1, 256)),
 }
 
 

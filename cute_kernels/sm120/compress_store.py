@@ -12,9 +12,9 @@ from cute_kernels.device.scratch_split import RowScratch
 
 # Blocks that share a window, and teams of them, by the most rows of a step and by what is saved: few windows are spread over many blocks.
 STEPS = {
-    "policy": ((1024, 8, 16), (4096, 8, 32), (16384, 2, 64), (2**31 - 1, 1, 256)),
-    "every_row": ((1024, 8, 16), (4096, 8, 32), (2**31 - 1, 2, 128)),
-    "none": ((1024, 8, 16), (4096, 8, 32), (2**31 - 1, 2, 64)),
+    "policy": ((1024, 8, 16), (2048, 8, 32), (4096, 4, 32), (8192, 4, 64), (16384, 2, 128), (2**31 - 1, 1, 256)),
+    "every_row": ((1024, 8, 16), (2048, 8, 32), (16384, 4, 64), (2**31 - 1, 1, 256)),
+    "none": ((2048, 8, 32), (16384, 2, 64), (2**31 - 1, 1, 256)),
 }
 
 

@@ -200,12 +200,12 @@ def test_bytes_do_not_depend_on_the_length_of_the_step(target: Target) -> None:
     if target.family == "sm120":
         assert torch.equal(run(case, target, shared=False).kv_storage, want.kv_storage)
     splits = {split_of(spec, 137)[0]}
-    for count in (4097, 16385):
+    for count in (2049, 4097, 8193, 16385):
         splits.add(split_of(spec, count)[0])
         got = run(lengthened(case, count), target)
         assert torch.equal(got.kv_storage, want.kv_storage)
         assert np.array_equal(got.state_storage.numpy().view(np.int32), want.state_storage.numpy().view(np.int32))
-    assert len(splits) == 3
+    assert splits == {split_of(spec, count)[0] for count in range(1, 40_000, 100)}, "each number of blocks that some step has"
 
 
 def test_launches_beside_others_leave_the_scratch_alone() -> None:
