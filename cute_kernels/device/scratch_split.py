@@ -32,7 +32,7 @@ class RowScratch(Tree):
 
     def choose(self, row_count: Int32, deal: int, arguments):
         """Without room for sharing, as many teams of one block."""
-        for _, blocks, teams in self.steps:
+        for _, blocks, teams in (splitters.FEW_WINDOWS, *self.steps):
             if blocks > 1 and (teams * TURNS > COUNTERS or teams * blocks * TURNS > PARTS):
                 raise ValueError(f"{teams} teams of {blocks} blocks don't fit the scratch memory")
         blocks, teams = super().choose(row_count, deal, arguments)

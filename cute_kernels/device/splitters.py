@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from cute_kernels.device import WARP, convert, pooling
+from cute_kernels.device import WARP, convert, memory, pooling
 from cute_kernels.kv_format import HEAD_DIM
 
 SUMS = 8  # of squares, of 64 columns each, that are added after shuffles
+FEW_WINDOWS = (8192, 4, 32)  # where few windows close: most rows of a step, least blocks that share a window, teams of them
 LEVELS = 3  # of the tree that folds the results of a window's chunks
 
 
@@ -141,19 +142,23 @@ class Tree:
         return n & (teams - 1)
 
     def choose(self, row_count: Int32, deal: int, arguments):
+        """A step of many requests, with less than a window's rows of each, is one of decoding, or a captured graph that is mostly padding:
+        as few windows may close as in a short step."""
         blocks, teams = (Int32(n) for n in self.steps[-1][1:])
         for most, some, many in reversed(self.steps[:-1]):
             blocks = cutlass.select_(row_count <= most, Int32(some), blocks)
             teams = cutlass.select_(row_count <= most, Int32(many), teams)
-        return blocks, teams
+        most, some, many = FEW_WINDOWS
+        few = (row_count <= most) & (row_count < memory.extent(arguments.state_block_table) * 128) & (blocks < some)
+        return cutlass.select_(few, Int32(some), blocks), cutlass.select_(few, Int32(many), teams)
 
     def levels(self) -> int:
         """Of the tree, that lie in a block of the smallest teams."""
-        return LEVELS + 1 - min(blocks for _, blocks, _ in self.steps).bit_length()
+        return LEVELS + 1 - min(blocks for _, blocks, _ in (FEW_WINDOWS, *self.steps)).bit_length()
 
     def shifts(self) -> list[int]:
         """Of the teams of several blocks."""
-        return sorted({blocks.bit_length() - 1 for _, blocks, _ in self.steps if blocks > 1})
+        return sorted({blocks.bit_length() - 1 for _, blocks, _ in (FEW_WINDOWS, *self.steps) if blocks > 1})
 
     def place(self, storage: Storage, first, q: int, threads, thread: Int32) -> cute.Tensor:
         """Where a peak, weight or product (q) lies of the first-th of partial results that `threads` threads have."""

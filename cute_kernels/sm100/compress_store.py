@@ -9,12 +9,8 @@ from cute_kernels.device.compress_arguments import Arguments, fake_arguments
 from cute_kernels.device.compress_plan import Plan
 from cute_kernels.device.row_writers import Bf16Row, Fp8Row
 
-# Blocks that share a window, and teams of them, by the most rows of a step and by what is saved: few windows are spread over many blocks.
-STEPS = {
-    "policy": ((1024, 8, 16), (2048, 8, 32), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256)),
-    "every_row": ((2048, 8, 32), (16384, 2, 64), (2**31 - 1, 1, 256)),
-    "none": ((2048, 8, 32), (16384, 2, 64), (2**31 - 1, 1, 256)),
-}
+# Blocks that share a window, and teams of them, by the most rows of a step: few windows are spread over many blocks.
+STEPS = ((1024, 8, 16), (2048, 8, 32), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256))
 
 
 def bf16_writer(arguments: Arguments) -> Bf16Row:
@@ -32,7 +28,7 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
 def splitter_of(spec: CompressStoreSpec) -> Any:
     if spec.ratio == 4:
         return splitters.OneBlock(plan_of(spec).columns)
-    return splitters.RowCluster(plan_of(spec).columns, STEPS[spec.save])
+    return splitters.RowCluster(plan_of(spec).columns, STEPS)
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:

@@ -16,7 +16,7 @@ def plan_of(spec: CompressStoreSpec) -> Any:
 
 
 def split_of(spec: CompressStoreSpec, count: int) -> tuple[int, int]:
-    """Blocks that share a window, and the most teams, in a step of `count` rows."""
+    """Blocks that share a window, and the most teams, in a step of `count` rows of few requests."""
     splitter = importlib.import_module(spec.module).splitter_of(spec)
     if not hasattr(splitter, "steps"):
         return 1, plan_of(spec).deal
