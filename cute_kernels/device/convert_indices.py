@@ -17,8 +17,8 @@ from cute_kernels.device.memory import extent, in_range
 from cute_kernels.device.pdl import begin, fetch_parameters
 from cute_kernels.device.slots import INT32_MAX, Pool, load_ids, resolve_rows
 
-WARPS = 4  # of a block, all on one row
 BATCH = 2  # vectors of ids that a lane holds at once
+BLOCK_IDS = 1024  # that a block holds at once: by as many warps as that takes, as what a warp does once a row does not depend on its ids
 
 
 class Arguments(NamedTuple):
@@ -59,12 +59,17 @@ class ConvertIndices:
     def __init__(self, *, vector: int, compact: bool, names: tuple, pdl: bool) -> None:
         self.vector, self.compact, self.names, self.pdl = vector, compact, names, pdl
 
+    @property
+    def warps(self) -> int:
+        """Warps of a block, all on one row."""
+        return BLOCK_IDS // (BATCH * self.vector * WARP)
+
     @cute.jit
     def __call__(self, *args):
         mA = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
         pool = Pool.of(mA.pages, mA.page_rows, mA.block_stride_rows, mA.block_table)
         tensors = mA._replace(pages=None, page_rows=None, block_stride_rows=None)
-        self.kernel(tensors, pool).launch(grid=[mA.ids.shape[0], 1, 1], block=[WARPS * WARP, 1, 1], stream=args[-1], use_pdl=self.pdl)
+        self.kernel(tensors, pool).launch(grid=[mA.ids.shape[0], 1, 1], block=[self.warps * WARP, 1, 1], stream=args[-1], use_pdl=self.pdl)
 
     @cute.kernel
     def kernel(self, mA: Arguments, pool: Pool):
@@ -74,8 +79,8 @@ class ConvertIndices:
         lane = thread % WARP
         share = BATCH * self.vector * WARP  # ids of a warp in a batch
         if cutlass.const_expr(self.compact):
-            sWords = cute.make_tensor(cute.arch.alloc_smem(Int32, WARPS, alignment=4 * WARPS), cute.make_layout(WARPS))
-            room = WARPS * share + self.vector
+            sWords = cute.make_tensor(cute.arch.alloc_smem(Int32, self.warps, alignment=4 * self.warps), cute.make_layout(self.warps))
+            room = BLOCK_IDS + self.vector
             sEntries = cute.make_tensor(cute.arch.alloc_smem(Int32, room, alignment=4 * self.vector), cute.make_layout(room))
 
         fetch_parameters(self.pdl, thread, (mA, pool))
@@ -87,19 +92,19 @@ class ConvertIndices:
         load_ids(gIds, warp * share, columns, lane, ids)
         state = self.state_of(mA, row, pool)
         count, carried = Int32(0), Int32(-1)
-        for first in cutlass.range(0, columns, share * WARPS, unroll=1):
+        for first in cutlass.range(0, columns, BLOCK_IDS, unroll=1):
             self.resolve(mA, ids, state, pool, entries)
-            if first + share * WARPS < columns:
-                load_ids(gIds, first + share * WARPS + warp * share, columns, lane, ids)
+            if first + BLOCK_IDS < columns:
+                load_ids(gIds, first + BLOCK_IDS + warp * share, columns, lane, ids)
             if cutlass.const_expr(self.compact):
-                count, carried = pack_by_warps(entries, gOut, count, carried, warp, WARPS, sWords, sEntries, lane)
+                count, carried = pack_by_warps(entries, gOut, count, carried, warp, self.warps, sWords, sEntries, lane)
             else:
                 store_as_they_stand(entries, gOut, first + warp * share, lane, "anywhere", False)
         if cutlass.const_expr(self.compact):
             lead = count & (self.vector - 1)
             if thread < lead:
                 gOut[count - lead + thread] = carried
-            fill(gOut, count, thread, WARPS * WARP, self.vector, False)
+            fill(gOut, count, thread, self.warps * WARP, self.vector, False)
             column = cutlass.max(count, columns & -self.vector) + thread
             if column < columns:  # what fills no whole vector
                 gOut[column] = Int32(-1)
