@@ -10,6 +10,7 @@ import itertools
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Uint32
+from cutlass._mlir.dialects import llvm
 
 from cute_kernels.device import WARP
 from cute_kernels.device.memory import base_address, store_vector
@@ -23,6 +24,21 @@ RAGGED = 0xFFFF
 def at_shared(address: Int32) -> cute.Tensor:
     """The word of shared memory at a byte address."""
     return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(1))
+
+
+def add_below(value: Int32, lanes: int) -> Int32:
+    """`value` plus that of the lane so many below, if there is one: a shuffle says so itself."""
+    text = f"{{\n.reg .pred p;\n.reg .b32 r;\nmov.b32 $0, $1;\nshfl.sync.up.b32 r|p, $1, {lanes}, 0, -1;\n@p add.s32 $0, r, $1;\n}}"
+    return Int32(llvm.inline_asm(Int32.mlir_type, [value.ir_value()], text, "=&r,r", has_side_effects=True))
+
+
+def append(place: Int32, entry: Int32) -> Int32:
+    """Store an entry that is valid at an address of shared memory; where the next one goes.
+
+    Written as PTX: of a branch around a store ptxas makes one instruction more than a predicate takes.
+    """
+    text = "{\n.reg .pred p;\nsetp.ge.s32 p, $1, 0;\n@p st.shared.b32 [$0], $1;\n@p add.s32 $0, $0, 4;\n}"
+    return Int32(llvm.inline_asm(Int32.mlir_type, [entry.ir_value(), place.ir_value()], text, "=r,r,0", has_side_effects=True))
 
 
 def valid_lanes(entries: cute.Tensor, chunk: int) -> list[Int32]:
@@ -195,8 +211,7 @@ def pack_by_warps(
         counts = counts + (valid << (field * chunk))
     upto = counts
     for bit in cutlass.range_constexpr(WARP.bit_length() - 1):
-        below = cute.arch.shuffle_sync_up(upto, 1 << bit)
-        upto = upto + Int32(cutlass.select_(lane >= 1 << bit, below, Int32(0)))
+        upto = add_below(upto, 1 << bit)
     of_warp = cute.arch.shuffle_sync(upto, WARP - 1)
     before = upto - counts
     of_chunks = [Int32(Uint32(of_warp) >> (field * chunk)) & low for chunk in range(chunks)]
@@ -216,9 +231,7 @@ def pack_by_warps(
     for chunk in cutlass.range_constexpr(chunks):
         place = base + 4 * (begin + (Int32(Uint32(before) >> (field * chunk)) & low))  # in bytes
         for i in cutlass.range_constexpr(vector):
-            if entries[i, chunk] >= 0:
-                at_shared(place)[0] = entries[i, chunk]
-                place = place + 4
+            place = append(place, entries[i, chunk])
         begin = begin + of_chunks[chunk]
     cute.arch.sync_threads()
     whole = (lead + total) >> bits

@@ -55,6 +55,16 @@ def store_vector(address: Int64, fragment: cute.Tensor, streaming: bool = False)
     cute.copy(atom, fragment, at(address, dtype, count), **policy_of(streaming))
 
 
+def load_below(address: Int64, id: Int32, limit: Int32) -> Int32:
+    """The word of global memory at an address where 0 <= id < limit, elsewhere -1.
+
+    Written as PTX: of a branch around a load ptxas makes one instruction more than a predicate takes.
+    """
+    text = "{\n.reg .pred p;\nsetp.lt.u32 p, $2, $3;\nmov.b32 $0, -1;\n@p ld.global.b32 $0, [$1];\n}"
+    operands = [address.ir_value(), id.ir_value(), limit.ir_value()]
+    return Int32(llvm.inline_asm(Int32.mlir_type, operands, text, "=&r,l,r,r", has_side_effects=True))
+
+
 def prefetch(address: Int64, count: int) -> None:
     """Have `count` bytes brought into L2, without waiting for them; address and count are multiples of 16."""
     llvm.inline_asm(None, [address.ir_value()], f"cp.async.bulk.prefetch.L2.global [$0], {count};", "l", has_side_effects=True)

@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from cute_kernels.device import WARP
-from cute_kernels.device.memory import STREAM, at, base_address, load_vector
+from cute_kernels.device.memory import STREAM, at, base_address, load_below, load_vector
 
 INT32_MAX = 2**31 - 1
 
@@ -137,10 +137,7 @@ def resolve_rows(ids: cute.Tensor, limit: Int32, gPages: cute.Tensor, pool: Pool
     pages = cute.make_rmem_tensor(cute.make_layout(count), Int32)
     for i in cutlass.range_constexpr(count):
         column = pool.by_page_rows.quotient(ids[i])
-        page = Int32(-1)
-        if Uint32(ids[i]) < Uint32(limit):
-            page = at(base + Int64(Uint32(column)) * 4, Int32, 1)[0]
-        pages[i] = page
+        pages[i] = load_below(base + Int64(Uint32(column)) * 4, ids[i], limit)
         offsets[i] = ids[i] + column * pool.minus_page_rows
     for i in cutlass.range_constexpr(count):
         entry = pages[i] * pool.span + offsets[i]
