@@ -37,7 +37,7 @@ def append(place: Int32, entry: Int32) -> Int32:
 
     Written as PTX: of a branch around a store ptxas makes one instruction more than a predicate takes.
     """
-    text = "{\n.reg .pred p;\nsetp.ge.s32 p, $1, 0;\n@p st.shared.b32 [$0], $1;\n@p add.s32 $0, $0, 4;\n}"
+    text = "{\n.reg .pred p;\nsetp.ge.s32 p, $1, 0;\n@p st.shared.b32 [$0], $1;\n@p add.s32 $0, $0, 4;\n\t}"
     return Int32(llvm.inline_asm(Int32.mlir_type, [entry.ir_value(), place.ir_value()], text, "=r,r,0", has_side_effects=True))
 
 

@@ -162,11 +162,14 @@ class InsertKernel:
         cute.arch.sync_warp()
         if block >= kv_blocks:
             self.insert_q(mA, (block - kv_blocks) * HEADS, heads, by_padded, stage, lane)
-        elif kv_blocks == memory.extent(mA.q):
-            self.insert_kv(mA, block, 1, stage, lane)
         else:
-            if cutlass.const_expr(self.kv_rows > 1):
-                self.insert_kv(mA, block * self.kv_rows, self.kv_rows, stage, lane)
+            if cutlass.const_expr(self.kv_rows == 1):
+                self.insert_kv(mA, block, 1, stage, lane)
+            else:
+                if kv_blocks == memory.extent(mA.q):
+                    self.insert_kv(mA, block, 1, stage, lane)
+                else:
+                    self.insert_kv(mA, block * self.kv_rows, self.kv_rows, stage, lane)
         pdl.end(self.pdl, mA.independent)
 
     def begin(self, mA: Arguments, stage: Stage, addresses: list, lane: Int32) -> None:
