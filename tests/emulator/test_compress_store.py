@@ -111,6 +111,9 @@ def cases(spec: CompressStoreSpec) -> list[CompressCase]:
     one = make_compress_case(decode[1:2], seed=12, **common)
     shortest = {split_of(spec, count): count for count in (16385, 4097, 1)}  # step of each split
     made += [lengthened(one, count) for count in shortest.values() if count > 1]
+    if ratio == 128:  # few rows of each of many requests: more blocks share a window
+        many = make_compress_case([*decode[1:2], *[Request(5, 1)] * 32], seed=13, **common)
+        made.append(lengthened(many, 4097))
     return [aligned(c, spec.vector_bytes) for c in made]
 
 
