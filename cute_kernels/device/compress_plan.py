@@ -124,7 +124,7 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
     if spec.ratio == 4:
         return Plan(
-            ratio=4, vector=vector, columns=4, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 2, save_rows=1,
+            ratio=4, vector=vector, columns=4, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 1, save_rows=1,
             unit=1, middle=4, deal=264, resident=2, short=8, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
