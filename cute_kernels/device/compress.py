@@ -8,8 +8,8 @@ roles that meet in shared memory only, so that no role waits for another one's l
 
 - one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
 - pooling warps wait for the ring's stages, pool, normalise, rotate and store (`consume`);
-- saving warps copy the rows that are to be saved into the state pool (`save`); where a plan says so, only those that are not saved by
-  the threads that pool them.
+- one warp copies the rows that are to be saved into the state pool (`save`); where a plan says so, only those that are not saved by the
+  threads that pool them.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from cute_kernels.device.slots import Divisor
 from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from cute_kernels.save_policy import overlap
 
+AHEAD = 2  # rows that are on their way to L2 before the saving warp loads them
 STEP_ROW, EXCLUDED = 1, 2  # flags in the free low bits of a window row's address
 
 
@@ -81,13 +82,14 @@ class CompressKernel:
         if tid < plan.pooling:
             pdl.fetch_parameters(self.pdl, tid, (mA, by_state_rows), shared.word.iterator)
             self.consume(mA, shared, share, tid)
-        elif tid < plan.pooling + WARP:
-            self.produce(mA, shared, share, by_state_rows, dealt, tid % WARP)
         else:
-            if cutlass.const_expr(mA.kv_score is not None):
-                self.save(mA, share, by_state_rows, dealt, tid - (plan.pooling + WARP))
+            if cutlass.const_expr(plan.saver):
+                if tid < plan.pooling + WARP:
+                    self.produce(mA, shared, share, by_state_rows, dealt, tid % WARP)
+                else:
+                    self.save(mA, share, by_state_rows, dealt, tid % WARP)
             else:
-                pdl.begin(self.pdl, mA.independent)
+                self.produce(mA, shared, share, by_state_rows, dealt, tid % WARP)
         pdl.end(self.pdl, mA.independent)
 
     def allocate(self) -> Shared:
@@ -393,16 +395,11 @@ class CompressKernel:
     # Saving
 
     @cute.jit
-    def save(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
+    def save(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
         """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition."""
-        plan = self.plan
-        lane, columns = tid % WARP, plan.vector
-        row_threads = cutlass.const_expr(min(WARP * plan.savers, plan.width // columns))
-        side_by_side = cutlass.const_expr(WARP * plan.savers // row_threads)
-        pieces = cutlass.const_expr(plan.width // columns // row_threads)
-        ahead = cutlass.const_expr(2 * plan.save_rows * side_by_side)  # rows that are on their way to L2 before they are loaded
+        plan, columns = self.plan, self.plan.vector
+        pieces = cutlass.const_expr(plan.width // columns // WARP)
         limit = self.row_limit(mA)
-        shape = cute.make_layout((columns, pieces, plan.save_rows))
         pdl.begin(self.pdl, mA.independent)
         blocks = 1 << share.shift
         for start in cutlass.range(0, (dealt.rows + (blocks - 1)) >> share.shift, WARP, unroll=1):
@@ -423,40 +420,26 @@ class CompressKernel:
             source = memory.base_address(mA.kv_score) + Int64(t) * memory.byte_stride(mA.kv_score, 0)
             mask = Int32(cute.arch.vote_ballot_sync(target != 0))
             nth, done = cute.arch.popc(mask & ((Int32(1) << lane) - 1)), Int32(0)
-            if (target != 0) & (tid < WARP) & (nth < ahead):
+            if (target != 0) & (nth < AHEAD):
                 memory.prefetch(source, 2 * plan.width * 4)
-            for d in cutlass.range_constexpr(1, side_by_side):  # the d-th warps beside each other begin with the d-th row
-                if tid // row_threads >= d:
-                    mask = mask & (mask - 1)
             while mask != 0:
-                values, scores, biases = (cute.make_rmem_tensor(shape, Float32) for _ in range(3))
-                for fragment in (values, scores, biases):
-                    fragment.fill(0.0)  # else the registers of the last turn would stay alive
-                to = cute.make_rmem_tensor(cute.make_layout(plan.save_rows), Int64)
-                for k in cutlass.range_constexpr(plan.save_rows):
-                    to[k] = Int64(0)
-                    if mask != 0:
-                        owner = cute.arch.popc((mask & -mask) - 1)
-                        to[k] = cute.arch.shuffle_sync(target, owner)
-                        row, ape_row = cute.arch.shuffle_sync(source, owner), cute.arch.shuffle_sync(place, owner)
-                        for q in cutlass.range_constexpr(pieces):
-                            column = (tid % row_threads + q * row_threads) * columns
-                            memory.load_vector(row + Int64(column) * 4, values[None, q, k], memory.STREAM, streaming=True)
-                            memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q, k], memory.STREAM, streaming=True)
-                            memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q, k])
-                    for _ in range(side_by_side):
-                        mask = mask & (mask - 1)
-                if (target != 0) & (tid < WARP) & memory.in_range(nth - ahead - done, plan.save_rows * side_by_side):
+                values, scores, biases = (cute.make_rmem_tensor(cute.make_layout((columns, pieces)), Float32) for _ in range(3))
+                owner = cute.arch.popc((mask & -mask) - 1)
+                to, row, ape_row = (cute.arch.shuffle_sync(value, owner) for value in (target, source, place))
+                for q in cutlass.range_constexpr(pieces):
+                    column = (lane + q * WARP) * columns
+                    memory.load_vector(row + Int64(column) * 4, values[None, q], memory.STREAM, streaming=True)
+                    memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q], memory.STREAM, streaming=True)
+                    memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q])
+                if (target != 0) & (nth == AHEAD + done):
                     memory.prefetch(source, 2 * plan.width * 4)
-                done += plan.save_rows * side_by_side
-                for k in cutlass.range_constexpr(plan.save_rows):
-                    if to[k] != 0:
-                        for q in cutlass.range_constexpr(pieces):
-                            column = (tid % row_threads + q * row_threads) * columns
-                            for c in cutlass.range_constexpr(columns):
-                                scores[c, q, k] = scores[c, q, k] + biases[c, q, k]
-                            memory.store_vector(to[k] + Int64(column) * 4, values[None, q, k], streaming=True)
-                            memory.store_vector(to[k] + Int64(column + plan.width) * 4, scores[None, q, k], streaming=True)
+                for q in cutlass.range_constexpr(pieces):
+                    column = (lane + q * WARP) * columns
+                    for c in cutlass.range_constexpr(columns):
+                        scores[c, q] = scores[c, q] + biases[c, q]
+                    memory.store_vector(to + Int64(column) * 4, values[None, q], streaming=True)
+                    memory.store_vector(to + Int64(column + plan.width) * 4, scores[None, q], streaming=True)
+                mask, done = mask & (mask - 1), done + 1
 
     @cute.jit
     def is_pooled(self, mA: Arguments, t: Int32, position: Int64, request: Int32, limit: Int32) -> Boolean:

@@ -27,14 +27,13 @@ class Plan:
     batch          rows of a stage, which a thread pools together
     looks          groups of 32 rows that are looked at together
     slots          stages in flight
-    savers         saving warps
-    save_rows      rows whose loads a saving thread has in flight together
+    saver          a warp saves rows
     unit           consecutive rows that are dealt together
     middle         the same for middle steps, where one window more is much for a block; but rows that lie together make padding uneven
     deal           teams over which neighbouring units are dealt, and the most there are, where the splitter does not say
     resident       blocks that should fit on an SM at once: bounds the registers
     short          rows of a short block; 0: there are none
-    on_the_way     rows are saved by the threads that pool them; saving warps take those that the step's windows do not pool whole
+    on_the_way     rows are saved by the threads that pool them; the saving warp takes those that the step's windows do not pool whole
     """
 
     ratio: int
@@ -43,8 +42,7 @@ class Plan:
     batch: int
     looks: int
     slots: int
-    savers: int
-    save_rows: int
+    saver: bool
     unit: int
     middle: int
     deal: int
@@ -70,7 +68,7 @@ class Plan:
     @property
     def threads(self) -> int:
         """Threads of a block: those that pool, the warp that has rows copied, those that save."""
-        return self.pooling + WARP * (1 + self.savers)
+        return self.pooling + WARP * (1 + self.saver)
 
     @property
     def ring(self) -> WindowRing:
@@ -124,11 +122,11 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
     if spec.ratio == 4:
         return Plan(
-            ratio=4, vector=vector, columns=4, batch=8, looks=1, slots=3, savers=0 if spec.save == "none" else 1, save_rows=1,
+            ratio=4, vector=vector, columns=4, batch=8, looks=1, slots=3, saver=spec.scores,
             unit=1, middle=4, deal=264, resident=2, short=8, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
-        ratio=128, vector=vector, columns=2, batch=4, looks=4, slots=4, savers=1, save_rows=1,
+        ratio=128, vector=vector, columns=2, batch=4, looks=4, slots=4, saver=spec.scores,
         unit=4, middle=4, deal=128, resident=2, short=0, on_the_way=every_row,
     )  # fmt: skip
 
