@@ -73,8 +73,8 @@ def compress_store(
     save               which rows are saved
     seq_lens           [R] int32           tokens of each request, this step's included; needed unless every row is saved
     scratch            [>= 786688] int32   from `compress_scratch`, zeros before its first use: where blocks meet that share a window (SM120
-                       family, ratio 128). None, or `independent`: a window is one block's work. Launches that may run at the same
-                       time need one each
+                       family, ratio 128; other kernels do not look at it). None, or `independent`: a window is one block's work.
+                       Launches that may run at the same time need one each
     independent        True: runs beside the launch in front of it. The caller promises what docs/design.md asks, "Independent launches"
     target             Target or name; default: the tensors' device
 

@@ -288,18 +288,26 @@ def behind_a_compiled_function(name: str, change: Arguments, blamed: str) -> boo
     return operation is not None and blamed != "target" and str(anchored) != "meta"
 
 
+def taken_by(blamed: str) -> tuple[Target, Arguments]:
+    """A target whose compiled function takes the argument, and what else the call needs for that."""
+    if blamed != "scratch":
+        return Target.named("sm_100a"), {}
+    rows = {"kv_score": torch.randn(7, 1024), "ape": torch.randn(128, 512), "state": torch.zeros(6, 4, 1024)}
+    return Target.named("sm_120a"), {"ratio": 128, **rows, "kv_cache": pool("fp8_ds_mla", 6, 16, strided=True).clone(), "kv_scale": None}
+
+
 @pytest.mark.parametrize(("name", "change", "blamed"), [c for c in sweep() if behind_a_compiled_function(*c.values)])
 def test_wrong_arguments_behind_a_compiled_function(name, change, blamed, monkeypatch):
     """The compiled function's own refusal, whatever its wording, becomes the same typed error."""
     call, make, _ = CALLS[name]
-    a = make(**change)
+    target, needed = taken_by(blamed)
+    a = make(**{**needed, **change})
 
     def refusing(*arguments: Any) -> None:
         raise ValueError("Mismatched type on argument #0")
 
     monkeypatch.setattr(cache, "get", lambda spec: refusing)
     operation = ops._OPERATIONS[call]
-    target = Target.named("sm100")
     refuses(lambda: operation.launch(a, target), a, blamed)
 
 

@@ -16,7 +16,7 @@ from cute_kernels import ops
 from cute_kernels.binding import Bound
 from cute_kernels.target import Target
 from ptx_emulator import device
-from tests.cpu.test_validate import CALLS, behind_a_compiled_function, sweep
+from tests.cpu.test_validate import CALLS, behind_a_compiled_function, sweep, taken_by
 from tests.emulator.emulated import at_alignment, emulated
 
 
@@ -32,10 +32,11 @@ CASES = [c for c in sweep() if behind_a_compiled_function(*c.values) and on_this
 @pytest.mark.parametrize(("name", "change", "blamed"), CASES)
 def test_refused_before_the_launch(name, change, blamed):
     call, make, _ = CALLS[name]
-    a = make(**change)
+    target, needed = taken_by(blamed)
+    a = make(**{**needed, **change})
     before = {key: value.clone() for key, value in a.items() if isinstance(value, torch.Tensor) and value.device.type == "cpu"}
     launched = []
-    with emulated("sm_100a", on_result=lambda result: launched.append(result.kernel)), pytest.raises(ck.CuteKernelsError) as caught:
+    with emulated(target, on_result=lambda result: launched.append(result.kernel)), pytest.raises(ck.CuteKernelsError) as caught:
         call(**a)
     assert isinstance(caught.value, ck.InvalidArgument | ck.UnsupportedRequest)
     if isinstance(caught.value, ck.InvalidArgument):
@@ -67,7 +68,8 @@ def bind(call: Any, kept: dict[str, Any]) -> Any:
 def test_a_right_call_promises_nothing_about_the_next_one(name, change, blamed, nowhere):
     """Plain and bound calls remember what an earlier call was; whatever changes after it is still refused, and named."""
     call, make, _ = CALLS[name]
-    good = {**make(), "target": Target.named("sm_100a")}
+    target, needed = taken_by(blamed)
+    good = {**make(**needed), "target": target}
     bound = bind(call, {n: v for n, v in good.items() if n not in change})
     varying = {n: good[n] for n in change}
     for right, wrong in ((lambda: call(**good), lambda: call(**{**good, **change})), (lambda: bound(**varying), lambda: bound(**change))):

@@ -13,7 +13,15 @@ from cute_kernels.compile.freeze import frozen
 from cute_kernels.target import Target
 from tests.cpu.test_layer import COS_SIN, HEADS, KINDS, Model, Prompt
 from tests.cpu.test_torch_compile import DECODE, PROMPTS, VERIFY, run, whole
-from tests.cpu.test_validate import CALLS, behind_a_compiled_function, compress_arguments, index_arguments, insert_arguments, sweep
+from tests.cpu.test_validate import (
+    CALLS,
+    behind_a_compiled_function,
+    compress_arguments,
+    index_arguments,
+    insert_arguments,
+    sweep,
+    taken_by,
+)
 from tests.support.decode_case import decode_case
 from tests.support.devices import on_gpu
 
@@ -70,7 +78,8 @@ def test_decode_on_the_reference_equals_the_cpu(family, name):
 def test_wrong_arguments(name, change, blamed):
     """The real compiled function refuses, or what it cannot see is checked before: named, with both values, nothing written."""
     call, make, _ = CALLS[name]
-    a = arguments(make, **change, target=SM100)
+    target, needed = taken_by(blamed)
+    a = arguments(make, **{**needed, **change, "target": Target(target.family, "sm_90a")})
     before = {key: value.clone() for key, value in a.items() if isinstance(value, torch.Tensor)}
     with pytest.raises((ck.InvalidArgument, ck.UnsupportedRequest)) as caught:
         call(**a)
