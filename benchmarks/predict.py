@@ -121,7 +121,9 @@ def kernels(target: Target) -> Iterator[Kernel]:
     for kv_format in formats:
         for ratio in (4, 128):
             options = {"ratio": ratio, "kv_format": kv_format, "save": READ}
-            yield Kernel(f"ratio {ratio} {kv_format} prefill 8192 save read", cases.compress_part(options), prefill(2048, 4), large)
+            # At ratio 128 the step's length says how many blocks share a window: no smaller step does what the large one does.
+            small = prefill(2048, 4) if ratio == 4 else large
+            yield Kernel(f"ratio {ratio} {kv_format} prefill 8192 save read", cases.compress_part(options), small, large)
     # Enough rows that each is one warp's, as in the large step: up to 1024 a block serves a row.
     yield Kernel("prefill 8192 k=512", cases.index_part(512, target.family), prefill(2048, 4), large)
     for kv_format in formats:

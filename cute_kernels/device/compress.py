@@ -334,8 +334,8 @@ class CompressKernel:
         for k in cutlass.range_constexpr(self.plan.batch):
             goal = shared.ring.goals[k, n % self.plan.slots]
             if goal != 0:
-                memory.store_vector(goal + Int64(column) * 4, values[None, k], streaming=True)
-                memory.store_vector(goal + Int64(column + self.plan.width) * 4, logits[None, k], streaming=True)
+                memory.store_vector(goal + Int64(column) * 4, values[None, k], streaming=self.plan.streaming)
+                memory.store_vector(goal + Int64(column + self.plan.width) * 4, logits[None, k], streaming=self.plan.streaming)
 
     @cute.jit
     def load_bias(self, mA: Arguments, first: Int32, column: Int32, bias: cute.Tensor):
@@ -428,8 +428,8 @@ class CompressKernel:
                 to, row, ape_row = (cute.arch.shuffle_sync(value, owner) for value in (target, source, place))
                 for q in cutlass.range_constexpr(pieces):
                     column = (lane + q * WARP) * columns
-                    memory.load_vector(row + Int64(column) * 4, values[None, q], memory.STREAM, streaming=True)
-                    memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q], memory.STREAM, streaming=True)
+                    memory.load_vector(row + Int64(column) * 4, values[None, q], memory.STREAM, streaming=self.plan.streaming)
+                    memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q], memory.STREAM, streaming=self.plan.streaming)
                     memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q])
                 if (target != 0) & (nth == AHEAD + done):
                     memory.prefetch(source, 2 * plan.width * 4)
@@ -437,8 +437,8 @@ class CompressKernel:
                     column = (lane + q * WARP) * columns
                     for c in cutlass.range_constexpr(columns):
                         scores[c, q] = scores[c, q] + biases[c, q]
-                    memory.store_vector(to + Int64(column) * 4, values[None, q], streaming=True)
-                    memory.store_vector(to + Int64(column + plan.width) * 4, scores[None, q], streaming=True)
+                    memory.store_vector(to + Int64(column) * 4, values[None, q], streaming=self.plan.streaming)
+                    memory.store_vector(to + Int64(column + plan.width) * 4, scores[None, q], streaming=self.plan.streaming)
                 mask, done = mask & (mask - 1), done + 1
 
     @cute.jit

@@ -66,6 +66,11 @@ class Plan:
         return HEAD_DIM // self.columns
 
     @property
+    def streaming(self) -> bool:
+        """Whether rows leave the L2 first. Where ratio 4 saves every row, which writes as much as it reads, that made steps longer."""
+        return self.ratio != 4 or not self.on_the_way
+
+    @property
     def threads(self) -> int:
         """Threads of a block: those that pool, the warp that has rows copied, those that save."""
         return self.pooling + WARP * (1 + self.saver)
@@ -73,7 +78,7 @@ class Plan:
     @property
     def ring(self) -> WindowRing:
         """The ring of stages between them."""
-        return WindowRing(self.batch, self.slots, self.pooling, whole=self.ratio != 4, goals=self.on_the_way)
+        return WindowRing(self.batch, self.slots, self.pooling, whole=self.ratio != 4, goals=self.on_the_way, streaming=self.streaming)
 
     def half(self, row):
         """First column that a window row contributes. Ratio 4: the older group its first 512 columns, the closing group its second."""
@@ -116,8 +121,9 @@ class Plan:
 def plan_of(spec: CompressStoreSpec) -> Plan:
     """Tuning of blocks that pool whole windows, the same for both families: at most 99 KB of shared memory a block, and no clusters.
 
-    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: four rows a stage, pooled by twice as many threads, two
-    warps for each of an SM's schedulers. Where every row is saved, a row is read once and saved from the ring.
+    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: 16 rows in flight, eight a stage, pooled by twice as many
+    threads, two warps for each of an SM's schedulers. Where every row is saved, a row is read once and saved from the ring; at ratio 128
+    stages have four rows then, which need fewer registers.
     """
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
     if spec.ratio == 4:
@@ -126,7 +132,7 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
             unit=1, middle=4, deal=264, resident=2, short=8, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
-        ratio=128, vector=vector, columns=2, batch=4, looks=4, slots=4, saver=spec.scores,
+        ratio=128, vector=vector, columns=2, batch=4 if every_row else 8, looks=4, slots=4 if every_row else 2, saver=spec.scores,
         unit=4, middle=4, deal=128, resident=2, short=0, on_the_way=every_row,
     )  # fmt: skip
 

@@ -39,6 +39,7 @@ class WindowRing:
     readers  threads that pool
     whole    values and scores of a row are one piece of memory
     goals    pooling threads save rows
+    streaming   rows leave the L2 first
     """
 
     rows: int
@@ -46,6 +47,7 @@ class WindowRing:
     readers: int
     whole: bool
     goals: bool
+    streaming: bool
 
     def allocate(self, array) -> Storage:
         """Shared memory, made by `array(dtype, *shape)`."""
@@ -82,8 +84,8 @@ class WindowRing:
     def fetch(self, ring: Storage, n: Int32, values: Int64, scores: Int64, goal: Int64, row: Int32, lane: Int32):
         """Issue the copies of a lane's row of stage n, if `row` is one. The whole warp calls; `publish` must follow.
 
-        They are read once, so their lines leave the L2 first: the tables that say where rows lie stay there instead, and every window
-        waits for two looks at them.
+        Where their lines leave the L2 first, the tables that say where rows lie stay there instead, and every window waits for two looks
+        at them.
         """
         full = ring.full.iterator + n % self.slots
         if lane == 0:
@@ -92,10 +94,10 @@ class WindowRing:
         if memory.in_range(row, self.rows):
             target = ring.rows.iterator + cute.crd2idx((0, 0, row, n % self.slots), ring.rows.layout)
             if cutlass.const_expr(self.whole):
-                copy_bulk(values, target, 2 * HEAD_DIM, full, streaming=True)
+                copy_bulk(values, target, 2 * HEAD_DIM, full, streaming=self.streaming)
             else:
-                copy_bulk(values, target, HEAD_DIM, full, streaming=True)
-                copy_bulk(scores, target + HEAD_DIM, HEAD_DIM, full, streaming=True)
+                copy_bulk(values, target, HEAD_DIM, full, streaming=self.streaming)
+                copy_bulk(scores, target + HEAD_DIM, HEAD_DIM, full, streaming=self.streaming)
             if cutlass.const_expr(self.goals):
                 ring.goals[row, n % self.slots] = goal
 
