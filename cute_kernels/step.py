@@ -152,6 +152,7 @@ class StepMetadata(Held):
         step.num_prefills, step.num_prefill_tokens = step.num_requests - num_decodes, step.num_tokens - num_decode_tokens
         step.max_query_len, step.max_decode_query_len, step.decode_query_len = max_query_len, max_decode_query_len, decode_query_len
         step.call_policy = CallPolicy(max_padded_rows)
+        step._kept, step._once = {}, {}
         return step
 
     def update(
@@ -308,12 +309,15 @@ class StepMetadata(Held):
         return self._kept[key]
 
     def scratch(self) -> torch.Tensor | None:
-        """The `compress_scratch` of this object's launches. None where it is first asked for while a graph is captured: its zeros would
-        be there only once the graph has run."""
+        """The `compress_scratch` of this object's launches, which therefore have to run one after another: on one stream.
+
+        None where it is first asked for while a graph is captured: its zeros would be there only once the graph has run. Such a graph's
+        launches share no window for as long as it lives; so ask once before the capture, or run a step.
+        """
         key = "compress scratch"
         if key not in self._kept and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return None
-        return self.keep(key, lambda: compress_scratch(self.device))
+        return self.keep(key, compress_scratch, self.positions.device)
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -205,7 +205,9 @@ def _faults_of(body: str) -> list[str]:
         faults += [f"`{leave[0].strip()}` before griddepcontrol.wait" for leave in _LEAVES.finditer(before)]
         for target in _BRANCH.findall(before):
             place = body.find(f"{target}:")
-            if not start <= place < end:
+            if place < 0:
+                faults.append(f"a branch to {target}, which the kernel does not hold")
+            elif not start <= place < end:
                 starts.append((place, target))
     return faults
 

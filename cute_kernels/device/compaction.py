@@ -28,7 +28,7 @@ def at_shared(address: Int32) -> cute.Tensor:
 
 def add_below(value: Int32, lanes: int) -> Int32:
     """`value` plus that of the lane so many below, if there is one: a shuffle says so itself."""
-    text = f"{{\n.reg .pred p;\n.reg .b32 r;\nmov.b32 $0, $1;\nshfl.sync.up.b32 r|p, $1, {lanes}, 0, -1;\n@p add.s32 $0, r, $1;\n}}"
+    text = f"{{\n.reg .pred p;\n.reg .b32 r;\nmov.b32 $0, $1;\nshfl.sync.up.b32 r|p, $1, {lanes}, 0, -1;\n@p add.s32 $0, r, $1;\n\t}}"
     return Int32(llvm.inline_asm(Int32.mlir_type, [value.ir_value()], text, "=&r,r", has_side_effects=True))
 
 

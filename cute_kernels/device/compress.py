@@ -3,8 +3,8 @@
 One kernel for both families and both ratios. What differs is handed in as values: `Plan` (ratio, sizes, thread layout), a splitter
 (how many blocks share a window) and a row writer (the cache format).
 
-Work is dealt out by rows: a team (the blocks of a cluster, or one block) takes some rows of the step (`Dealt`). The warps of a block have
-roles that meet in shared memory only, so that no role waits for another one's loads:
+Work is dealt out by rows: a team (the blocks that share windows, or one block) takes some rows of the step (`Dealt`). The warps of a
+block have roles that meet in shared memory only, so that no role waits for another one's loads:
 
 - one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
 - pooling warps wait for the ring's stages, pool, normalise, rotate and store (`consume`);

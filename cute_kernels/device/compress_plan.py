@@ -119,7 +119,7 @@ class Plan:
 
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
-    """Tuning of blocks that pool whole windows, the same for both families: at most 99 KB of shared memory a block, and no clusters.
+    """Tuning of a block, the same for both families: at most 99 KB of shared memory.
 
     Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: 16 rows in flight, eight a stage, pooled by twice as many
     threads, two warps for each of an SM's schedulers. Where every row is saved, a row is read once and saved from the ring; at ratio 128

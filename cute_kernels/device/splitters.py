@@ -3,7 +3,8 @@
 A splitter is a value handed to the kernel. A window falls into chunks, whose partial results are folded in pairs, pairs of pairs and so on,
 inside a block as between blocks, each of which has a subtree: so the bytes of a cache row do not depend on the split. A team's windows
 are counted by `nth`, those of them that a block has a part in by `turn`. `fold`, `gather`, `sum` and `owns` are for the threads that
-pool; `choose` and `launch_options` are host code. `RowCluster` splits over a cluster, `scratch_split.RowScratch` over global memory.
+pool; `choose`, `shift` and `launch_options` are host code. `RowCluster` splits over a cluster, `scratch_split.RowScratch` over global
+memory.
 """
 
 import operator

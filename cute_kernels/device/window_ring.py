@@ -15,7 +15,7 @@ from cutlass._mlir.dialects import llvm
 from cute_kernels.device import WARP, memory
 from cute_kernels.kv_format import HEAD_DIM, ROPE_DIM
 
-END = 1  # flags of a note: no window follows
+END = 1  # flags of a note: no window follows; else its window's label, whose bit 0 is clear
 NOTE = 4  # words of a note: flags, KV slot, bit masks of rows from this step and of rows before position 0
 
 

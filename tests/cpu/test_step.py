@@ -92,6 +92,18 @@ def test_a_capture_builds_its_own_tables(monkeypatch):
     assert step.once("a", lambda: next(values)) not in (first, second)
 
 
+def test_a_scratch_is_made_outside_of_captures(monkeypatch):
+    step, capturing = StepMetadata.of([1], [1]), True
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    step.device = torch.device("cuda", 0)
+    assert step.scratch() is None
+    capturing = False
+    made = step.scratch()
+    assert made is not None and not made.any()
+    capturing = True
+    assert step.scratch() is made
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -390,10 +390,11 @@ VALUES = [
 @pytest.mark.parametrize(("name", "argument", "change"), VALUES, ids=[f"{n}-{a}-{i}" for i, (n, a, _) in enumerate(VALUES)])
 def test_values_are_checked_on_request(name, argument, change, monkeypatch):
     call, make, _ = CALLS[name]
-    a = make(save=ck.SavePolicy.EVERY_ROW) if argument == "state_slots" else make()
+    needed = {"save": ck.SavePolicy.EVERY_ROW} if argument == "state_slots" else taken_by(argument)[1]
+    a = make(**needed)
     a[argument] = change(a[argument])
     monkeypatch.setenv("CUTE_KERNELS_VALIDATE", "1")
-    call(**make())
+    call(**make(**needed))
     refuses(lambda: call(**a), a, argument)
     monkeypatch.delenv("CUTE_KERNELS_VALIDATE")
     call(**a)  # without the checks such rows are padding, or clipped: defined, never out of bounds

@@ -109,7 +109,7 @@ def cases(spec: CompressStoreSpec) -> list[CompressCase]:
         crowded(spec, **common),
     ]
     one = make_compress_case(decode[1:2], seed=12, **common)
-    shortest = {split_of(spec, count): count for count in (16385, 4097, 1)}  # step of each split
+    shortest = {split_of(spec, count): count for count in (16385, 4097, 1)}
     made += [lengthened(one, count) for count in shortest.values() if count > 1]
     if ratio == 128:  # few rows of each of many requests: more blocks share a window
         many = make_compress_case([*decode[1:2], *[Request(5, 1)] * 32], seed=13, **common)
@@ -197,18 +197,19 @@ def test_bytes_do_not_depend_on_the_length_of_the_step(target: Target) -> None:
     """However many blocks share a window: the sums have one order."""
     kv_format = FORMATS[target.family][0]
     spec = CompressStoreSpec(target, ratio=128, kv_format=kv_format, save="policy")
-    case = make_compress_case([Request(0, 130), Request(250, 7)], ratio=128, kv_format=kv_format, save=POLICY, seed=11)
+    requests = [Request(0, 130), Request(250, 7), *[Request(5, 1)] * 31]  # so many that a step of 4097 rows closes few windows
+    case = make_compress_case(requests, ratio=128, kv_format=kv_format, save=POLICY, seed=11)
     want = run(case, target)
     check_compress(case, want)
     if target.family == "sm120":
         assert torch.equal(run(case, target, shared=False).kv_storage, want.kv_storage)
-    splits = {split_of(spec, 137)[0]}
+    splits = {split_of(spec, 168)[0]}
     for count in (2049, 4097, 8193, 16385):
-        splits.add(split_of(spec, count)[0])
+        splits.add(split_of(spec, count, len(requests))[0])
         got = run(lengthened(case, count), target)
         assert torch.equal(got.kv_storage, want.kv_storage)
         assert np.array_equal(got.state_storage.numpy().view(np.int32), want.state_storage.numpy().view(np.int32))
-    assert splits == {split_of(spec, count)[0] for count in range(1, 40_000, 100)}, "each number of blocks that some step has"
+    assert splits == {1, 2, 4, 8}
 
 
 def test_launches_beside_others_leave_the_scratch_alone() -> None:
@@ -230,7 +231,7 @@ def test_a_team_shares_its_first_windows_only() -> None:
     blocks, _ = split_of(spec, 1)
     after = run(case, target)
     check_compress(case, after)
-    assert int((after.scratch[COUNTERS:] != 0).sum()) <= TURNS * blocks * PART
+    assert 0 < int((after.scratch[COUNTERS:] != 0).sum()) <= TURNS * blocks * PART
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -15,12 +15,14 @@ def plan_of(spec: CompressStoreSpec) -> Any:
     return importlib.import_module(spec.module).plan_of(spec)
 
 
-def split_of(spec: CompressStoreSpec, count: int) -> tuple[int, int]:
-    """Blocks that share a window, and the most teams, in a step of `count` rows of few requests."""
+def split_of(spec: CompressStoreSpec, count: int, requests: int = 0) -> tuple[int, int]:
+    """Blocks that share a window, and the most teams, in a step of `count` rows."""
     splitter = importlib.import_module(spec.module).splitter_of(spec)
     if not hasattr(splitter, "steps"):
         return 1, plan_of(spec).deal
-    return next((step[1:] for step in splitter.steps if count <= step[0]), splitter.steps[-1][1:])
+    split = next((step[1:] for step in splitter.steps if count <= step[0]), splitter.steps[-1][1:])
+    most, *few = importlib.import_module("cute_kernels.device.splitters").FEW_WINDOWS
+    return tuple(few) if count <= most and count < 128 * requests and split[0] < few[0] else split
 
 
 def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
