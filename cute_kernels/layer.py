@@ -216,7 +216,7 @@ class SparseMLA(Held):
         self.compressed = None if kv_cache is None else PoolGeometry.of(kv_cache)
         self.sinks = None if sinks is None else self._padded_sinks(sinks)
         self._compress = None
-        self._shares_windows = spec.ratio == 128 and self.target is not None and self.target.family == "sm120"
+        self._takes_scratch = self.target is not None and any(kernel.takes_scratch for kernel in spec.specs(self.target))
         if spec.ratio > 1:
             self._compress = bound(
                 compress_store,
@@ -346,7 +346,7 @@ class SparseMLA(Held):
             state_slots=tables.state_slots,
             kv_slots=tables.kv_slots,
             seq_lens=None if self.spec.save.every_row else step.seq_lens,
-            scratch=step.scratch() if self._shares_windows else None,
+            scratch=step.scratch() if self._takes_scratch else None,
         )
         # An empty step launches nothing; and a deterministic torch fills what is new by launches of its own.
         return tables.state_slots.shape[0] > 0 and not torch.are_deterministic_algorithms_enabled()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 TURNS = 2  # windows of a team of blocks that the blocks share
@@ -11,6 +9,7 @@ COUNTERS = 128 * TURNS  # one a shared window: blocks that have handed on what t
 PART = 3 * 512  # words of what a block hands on: a peak, a weight and a product for each column
 PARTS = 256 * TURNS  # blocks of all teams
 WORDS = COUNTERS + PARTS * PART
+_NONE: dict[torch.device, torch.Tensor] = {}
 
 
 def compress_scratch(device: torch.device | str) -> torch.Tensor:
@@ -22,7 +21,10 @@ def compress_scratch(device: torch.device | str) -> torch.Tensor:
     return torch.zeros(WORDS, dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=256)
 def no_scratch(device: torch.device) -> torch.Tensor:
-    """What stands for a scratch where there is none."""
-    return torch.empty(0, dtype=torch.int32, device=device)
+    """What stands for a scratch where there is none: the same tensor for every call, but for those that trace with fake ones."""
+    if (found := _NONE.get(device)) is None:
+        found = torch.empty(0, dtype=torch.int32, device=device)
+        if type(found) is torch.Tensor:
+            _NONE[device] = found
+    return found

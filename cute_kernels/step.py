@@ -296,7 +296,7 @@ class StepMetadata(Held):
         A value built outside a CUDA graph is not handed to a capture, nor the other way round: the graph must hold the
         launches that build what it reads. Call `update` before each capture.
         """
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = self._capturing()
         found = self._once.get(key)
         if found is None or found[0] != capturing:
             found = self._once[key] = (capturing, build(*arguments))
@@ -308,16 +308,17 @@ class StepMetadata(Held):
             self._kept[key] = make(*arguments)
         return self._kept[key]
 
-    def scratch(self) -> torch.Tensor | None:
+    def scratch(self) -> torch.Tensor:
         """The `compress_scratch` of this object's launches, which therefore have to run one after another: on one stream.
 
-        None where it is first asked for while a graph is captured: its zeros would be there only once the graph has run. Such a graph's
-        launches share no window for as long as it lives; so ask once before the capture, or run a step.
+        One that is first asked for while a graph is captured is the graph's own: its zeros are there only once the graph has run.
         """
         key = "compress scratch"
-        if key not in self._kept and self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return None
-        return self.keep(key, compress_scratch, self.positions.device)
+        make = self.once if self._capturing() and key not in self._kept else self.keep
+        return make(key, compress_scratch, self.positions.device)
+
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -149,7 +149,7 @@ def _width(opcode: str) -> int:
     return next((size for mark, size in _WIDTHS if mark in parts), 4)
 
 
-_ENTRY = re.compile(r"\.entry\s+(\w+)[^{]*\{(.*?)^\}", re.MULTILINE | re.DOTALL)
+_ENTRY = re.compile(r"\.entry\s+(\w+)[^{]*\{")
 _GLOBAL_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|prefetch|multimem)\.(?!param|shared|const|local)[\w.:]*")
 _LEAVES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:ret|exit|trap|brx\S*|call\S*)\b", re.MULTILINE)
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
@@ -172,10 +172,20 @@ def pdl_faults(ptx: str) -> list[str]:
     a wait must come before any global access and before any return. One exception: a kernel may skip its waits where a parameter is
     not 0, if the threads of its first block then execute one directly before they leave.
     """
-    entries = _ENTRY.findall(ptx)
+    entries = list(_ENTRY.finditer(ptx))
     if not entries:
         return ["the PTX has no entry"]
-    return [f"{name}: {fault}" for name, body in entries for fault in _faults_of(body)]
+    return [f"{entry[1]}: {fault}" for entry in entries for fault in _faults_of(_body(ptx, entry.end()))]
+
+
+def _body(ptx: str, start: int) -> str:
+    """What stands between the brace in front of `start` and the one that closes it: scopes and vectors have braces, too."""
+    depth = 1
+    for brace in re.finditer(r"[{}]", ptx[start:]):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return ptx[start : start + brace.start()]
+    return ptx[start:]
 
 
 def _faults_of(body: str) -> list[str]:

@@ -57,6 +57,11 @@ class KernelSpec(abc.ABC):
         row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "target"}
         return {"operation": self.operation, "family": self.target.family, "gpu_arch": self.target.gpu_arch, **row}
 
+    @property
+    def takes_scratch(self) -> bool:
+        """Whether blocks that share work meet in memory of the caller's (`cute_kernels.scratch`): where there are no clusters."""
+        return False
+
     @functools.cached_property
     def identity(self) -> str:
         """`canonical()`, made once. What is remembered for a spec is found by it: a string keeps its hash."""
@@ -107,7 +112,6 @@ class CompressStoreSpec(KernelSpec):
 
     @property
     def takes_scratch(self) -> bool:
-        """Whether blocks that share a window meet in memory of the caller's: where there are no clusters."""
         return self.ratio == 128 and self.target.family == "sm120"
 
 

@@ -28,7 +28,7 @@ def at_shared(address: Int32) -> cute.Tensor:
 
 def add_below(value: Int32, lanes: int) -> Int32:
     """`value` plus that of the lane so many below, if there is one: a shuffle says so itself."""
-    text = f"{{\n.reg .pred p;\n.reg .b32 r;\nmov.b32 $0, $1;\nshfl.sync.up.b32 r|p, $1, {lanes}, 0, -1;\n@p add.s32 $0, r, $1;\n\t}}"
+    text = f"{{\n.reg .pred p;\n.reg .b32 r;\nmov.b32 $0, $1;\nshfl.sync.up.b32 r|p, $1, {lanes}, 0, -1;\n@p add.s32 $0, r, $1;\n}}"
     return Int32(llvm.inline_asm(Int32.mlir_type, [value.ir_value()], text, "=&r,r", has_side_effects=True))
 
 
@@ -37,7 +37,7 @@ def append(place: Int32, entry: Int32) -> Int32:
 
     Written as PTX: of a branch around a store ptxas makes one instruction more than a predicate takes.
     """
-    text = "{\n.reg .pred p;\nsetp.ge.s32 p, $1, 0;\n@p st.shared.b32 [$0], $1;\n@p add.s32 $0, $0, 4;\n\t}"
+    text = "{\n.reg .pred p;\nsetp.ge.s32 p, $1, 0;\n@p st.shared.b32 [$0], $1;\n@p add.s32 $0, $0, 4;\n}"
     return Int32(llvm.inline_asm(Int32.mlir_type, [entry.ir_value(), place.ir_value()], text, "=r,r,0", has_side_effects=True))
 
 

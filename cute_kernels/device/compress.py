@@ -109,7 +109,7 @@ class CompressKernel:
         """The rows of a team."""
         plan, step = self.plan, memory.extent(mA.state_slots)
         short, deal = plan.short, self.splitter.fixed(deal, plan.deal)
-        bits = plan.unit.bit_length() - 1 if plan.middle == plan.unit else bits
+        bits = bits if plan.fixed_bits is None else plan.fixed_bits
         if not short:
             return Dealt(team, rows, -1, step, deal, bits)
         even = team < deal
@@ -281,7 +281,7 @@ class CompressKernel:
         while flags != window_ring.END:
             kv_slot = shared.ring.notes[1, n % ring.slots]
             part, _ = self.splitter.part(share, flags >> 1)
-            first, after = (self.first_row(p) for p in (part, self.splitter.following(share, flags >> 1)))
+            first, after = (self.first_row(p) for p in (part, self.splitter.part(share, (flags >> 1) + 1)[0]))
             chunks = self.splitter.chunks >> part.shift  # of a window that this block pools
             rotation = self.load_rotation(shared, turn, owned) if early else None
             partial = pooling.Partial.empty(plan.columns)

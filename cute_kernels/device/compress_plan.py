@@ -91,11 +91,16 @@ class Plan:
             return row_count
         return row_count - cutlass.min(row_count // (LONG * self.deal), 1) * (row_count // (16 * self.short) * self.short)
 
+    @property
+    def fixed_bits(self) -> int | None:
+        """log2 of the rows of a unit, where all steps have the same."""
+        return self.unit.bit_length() - 1 if self.middle == self.unit else None
+
     def unit_bits(self, row_count: Int32, deal: Int32):
-        """log2 of the rows of a unit, for a step of `row_count` rows (host); a constant where all steps have the same."""
+        """log2 of the rows of a unit, for a step of `row_count` rows (host)."""
+        if self.fixed_bits is not None:
+            return self.fixed_bits
         bits = self.unit.bit_length() - 1
-        if self.middle == self.unit:
-            return bits
         first, last = (cutlass.min(row_count // (rows * deal), 1) for rows in MIDDLE)
         return bits + (first - last) * (self.middle.bit_length() - 1 - bits)
 

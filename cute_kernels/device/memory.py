@@ -60,7 +60,7 @@ def load_below(address: Int64, id: Int32, limit: Int32) -> Int32:
 
     Written as PTX: of a branch around a load ptxas makes one instruction more than a predicate takes.
     """
-    text = "{\n.reg .pred p;\nsetp.lt.u32 p, $2, $3;\nmov.b32 $0, -1;\n@p ld.global.b32 $0, [$1];\n\t}"
+    text = "{\n.reg .pred p;\nsetp.lt.u32 p, $2, $3;\nmov.b32 $0, -1;\n@p ld.global.b32 $0, [$1];\n}"
     operands = [address.ir_value(), id.ir_value(), limit.ir_value()]
     return Int32(llvm.inline_asm(Int32.mlir_type, operands, text, "=&r,l,r,r", has_side_effects=True))
 

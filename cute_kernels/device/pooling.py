@@ -70,23 +70,17 @@ def add_rows(partial: Partial, values: cute.Tensor, logits: cute.Tensor, first: 
         partial.peak[c], partial.weight[c], partial.product[c] = peak, weight, product
 
 
-def merge(partial: Partial, c: int, others: list) -> None:
-    """Fold other (peak, weight, product) triples of column `c` into it, in order."""
-    peak = largest([partial.peak[c], *(o[0] for o in others)])
-    origin = reference_point(peak)
-    decay = power(partial.peak[c] - origin)
-    weight, product = partial.weight[c] * decay, partial.product[c] * decay
-    for other_peak, other_weight, other_product in others:
-        decay = power(other_peak - origin)
-        weight = cute.math.fma(other_weight, decay, weight)
-        product = cute.math.fma(other_product, decay, product)
-    partial.peak[c], partial.weight[c], partial.product[c] = peak, weight, product
-
-
 def fold(left: Partial, right: Partial) -> None:
     """Fold `right` into `left`."""
     for c in range(cute.size(left.peak)):
-        merge(left, c, [(right.peak[c], right.weight[c], right.product[c])])
+        peak = cute.arch.fmax(left.peak[c], right.peak[c])
+        origin = reference_point(peak)
+        decay = power(left.peak[c] - origin)
+        weight, product = left.weight[c] * decay, left.product[c] * decay
+        decay = power(right.peak[c] - origin)
+        left.weight[c] = cute.math.fma(right.weight[c], decay, weight)
+        left.product[c] = cute.math.fma(right.product[c], decay, product)
+        left.peak[c] = peak
 
 
 @cute.jit

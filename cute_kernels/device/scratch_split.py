@@ -32,7 +32,7 @@ class RowScratch(Tree):
 
     def choose(self, row_count: Int32, deal: int, arguments):
         """Without room for sharing, as many teams of one block."""
-        for _, blocks, teams in (splitters.FEW_WINDOWS, *self.steps):
+        for blocks, teams in self.splits:
             if blocks > 1 and (teams * TURNS > COUNTERS or teams * blocks * TURNS > PARTS):
                 raise ValueError(f"{teams} teams of {blocks} blocks don't fit the scratch memory")
         blocks, teams = super().choose(row_count, deal, arguments)
@@ -56,9 +56,6 @@ class RowScratch(Tree):
         shared, blocks = nth < TURNS, Int32(1) << share.shift
         rank, shift = (cutlass.select_(shared, x, Int32(0)) for x in (share.rank, share.shift))
         return Share(rank, shift, share.place * TURNS + nth), shared | ((nth & (blocks - 1)) == share.rank)
-
-    def following(self, share: Share, nth: Int32) -> Share:
-        return self.part(share, nth + 1)[0]
 
     def finishing(self, share: Share) -> Share:
         return Share(0, 0)

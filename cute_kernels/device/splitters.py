@@ -59,10 +59,6 @@ class Alike:
         """This block's part in the team's nth window, and whether it has one."""
         return share, True
 
-    def following(self, share: Share, nth: Int32) -> Share:
-        """This block's part in its next window after the team's nth."""
-        return share
-
     def finishing(self, share: Share) -> Share:
         """The columns that a block finishes, as if it shared them so."""
         return share
@@ -153,13 +149,18 @@ class Tree:
         few = (row_count <= most) & (row_count < memory.extent(arguments.state_block_table) * 128) & (blocks < some)
         return cutlass.select_(few, Int32(some), blocks), cutlass.select_(few, Int32(many), teams)
 
+    @property
+    def splits(self) -> list[tuple[int, int]]:
+        """Blocks and teams that a launch may have."""
+        return [split[1:] for split in (FEW_WINDOWS, *self.steps)]
+
     def levels(self) -> int:
         """Of the tree, that lie in a block of the smallest teams."""
-        return LEVELS + 1 - min(blocks for _, blocks, _ in (FEW_WINDOWS, *self.steps)).bit_length()
+        return LEVELS + 1 - min(blocks for blocks, _ in self.splits).bit_length()
 
     def shifts(self) -> list[int]:
         """Of the teams of several blocks."""
-        return sorted({blocks.bit_length() - 1 for _, blocks, _ in (FEW_WINDOWS, *self.steps) if blocks > 1})
+        return sorted({blocks.bit_length() - 1 for blocks, _ in self.splits if blocks > 1})
 
     def place(self, storage: Storage, first, q: int, threads, thread: Int32) -> cute.Tensor:
         """Where a peak, weight or product (q) lies of the first-th of partial results that `threads` threads have."""

@@ -3,10 +3,10 @@
 from typing import Any
 
 from cute_kernels.compile.spec import CompressStoreSpec
-from cute_kernels.device import compress_plan, splitters
+from cute_kernels.device import splitters
 from cute_kernels.device.compress import CompressKernel
 from cute_kernels.device.compress_arguments import Arguments, fake_arguments
-from cute_kernels.device.compress_plan import Plan
+from cute_kernels.device.compress_plan import plan_of
 from cute_kernels.device.row_writers import Bf16Row, Fp8Row
 
 # Blocks that share a window, and teams of them, by the most rows of a step: few windows are spread over many blocks.
@@ -19,10 +19,6 @@ def bf16_writer(arguments: Arguments) -> Bf16Row:
 
 def fp8_writer(arguments: Arguments) -> Fp8Row:
     return Fp8Row(arguments.inverse_kv_scale, via_bf16=True)
-
-
-def plan_of(spec: CompressStoreSpec) -> Plan:
-    return compress_plan.plan_of(spec)
 
 
 def splitter_of(spec: CompressStoreSpec) -> Any:

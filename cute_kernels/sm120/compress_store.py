@@ -3,10 +3,10 @@
 from typing import Any
 
 from cute_kernels.compile.spec import CompressStoreSpec
-from cute_kernels.device import compress_plan, splitters
+from cute_kernels.device import splitters
 from cute_kernels.device.compress import CompressKernel
 from cute_kernels.device.compress_arguments import Arguments, fake_arguments
-from cute_kernels.device.compress_plan import Plan
+from cute_kernels.device.compress_plan import plan_of
 from cute_kernels.device.row_writers import PackedRow
 from cute_kernels.device.scratch_split import RowScratch
 
@@ -16,10 +16,6 @@ STEPS = ((1024, 8, 16), (2048, 8, 32), (4096, 4, 32), (8192, 2, 64), (16384, 2, 
 
 def packed_writer(arguments: Arguments) -> PackedRow:
     return PackedRow(clamp="scale")
-
-
-def plan_of(spec: CompressStoreSpec) -> Plan:
-    return compress_plan.plan_of(spec)
 
 
 def splitter_of(spec: CompressStoreSpec) -> Any:

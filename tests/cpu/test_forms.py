@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import cute_kernels as ck
 from cute_kernels import forms, ops
@@ -235,3 +236,10 @@ def test_addresses_choose_among_ready_launches(launched):
         out = CombinedIndices(table, torch.zeros(7, dtype=torch.int32))
         assert tables({**given, "ids": shifted(given["ids"], 0), "out": out}) is out
         assert launched.pop()[0].vector_bytes == (32 if by == 0 else 16) and tables.slow == slow
+
+
+def test_a_traced_call_leaves_no_fake_scratch_behind():
+    device = torch.device("meta")
+    with FakeTensorMode():
+        assert isinstance(no_scratch(device), FakeTensor)
+    assert type(no_scratch(device)) is torch.Tensor and no_scratch(device) is no_scratch(device)

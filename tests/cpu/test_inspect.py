@@ -41,6 +41,7 @@ def entry(*lines: str) -> str:
 LOAD, WAIT = "ld.global.v8.b32 \t{%r1}, [%rd1];", "griddepcontrol.wait;"
 PARAMETER = "ld.param.b32 \t%r9, [k_param_0];"
 FIRST = ("setp.ne.b32 \t%p8, %r9, 0;", "@%p8 bra \t$L__BB0_7;", "// begin inline asm", WAIT, "// end inline asm", "$L__BB0_7:")
+SCOPE = ("{\n.reg .pred p;\n@p st.shared.b32 [%r1], %r2;\n}",)  # of an inline assembly: its brace begins a line, as a kernel's last one
 BLOCK, ELSEWHERE = "mov.u32 \t%r8, %ctaid.x;", ("setp.ne.b32 \t%p7, %r8, 0;", "or.pred \t%p6, %p7, %p9;")
 LAST = ("setp.eq.b32 \t%p9, %r9, 0;", *ELSEWHERE, "@%p6 bra \t$L__BB0_8;", "// begin", WAIT, "// end", "$L__BB0_8:", "ret;")
 
@@ -54,6 +55,7 @@ LAST = ("setp.eq.b32 \t%p9, %r9, 0;", *ELSEWHERE, "@%p6 bra \t$L__BB0_8;", "// b
         ("@%p1 bra \t$L__BB0_2;", WAIT, LOAD, "bra.uni \t$L__BB0_3;", "$L__BB0_2:", WAIT, LOAD, "$L__BB0_3:", "ret;"),
         ("bra.uni \t$L__BB0_2;", "$L__BB0_1:", LOAD, "ret;", "$L__BB0_2:", WAIT, "bra.uni \t$L__BB0_1;"),
         (PARAMETER, BLOCK, *FIRST, LOAD, *LAST),
+        ("@%p1 bra \t$L__BB0_2;", *SCOPE, WAIT, LOAD, "$L__BB0_2:", WAIT, LOAD),
         (PARAMETER, *FIRST, "@%p1 bra \t$L__BB0_5;", LOAD, "$L__BB0_5:", PARAMETER, LAST[0], BLOCK, *LAST[1:]),
     ],
 )
@@ -74,6 +76,7 @@ def test_sound_kernels(lines: tuple[str, ...]) -> None:
         (("@%p1 ret;", WAIT, LOAD), "ret"),
         (("@%p1 bra \t$L__BB0_9;", WAIT, LOAD, "$L__BB0_9:", "ret;"), "leads around"),
         (("@%p1 bra \t$L__BB0_2;", WAIT, LOAD, "bra.uni \t$L__BB0_3;", "$L__BB0_2:", LOAD, WAIT, "$L__BB0_3:", "ret;"), "ld.global"),
+        (("@%p1 bra \t$L__BB0_9;", WAIT, LOAD, "ret;"), "does not hold"),
         ((PARAMETER, BLOCK, *FIRST, LOAD, "ret;"), "no last one"),
         ((PARAMETER, BLOCK, *FIRST, LOAD, *FIRST, "ret;"), "no last one"),
         ((BLOCK, *FIRST, LOAD, *LAST), "no last one"),

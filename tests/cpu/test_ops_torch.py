@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels import layer_op, torch_gather, torch_ops
+from cute_kernels import layer_op, ops, torch_gather, torch_ops
 from tests.cpu.test_layer import Model, Prompt
 from tests.cpu.test_validate import compress_arguments, convert_arguments, gather_arguments, index_arguments, insert_arguments
 from tests.support.decode_case import decode_case, pool
@@ -63,6 +63,18 @@ def operator_calls(monkeypatch):
     monkeypatch.undo()
     yield calls
     del objects
+
+
+def test_the_compressors_operator_hands_on_every_argument(monkeypatch):
+    a, given = compress_arguments(), {}
+    monkeypatch.setattr(ops, "compress_store", lambda *tensors, **more: given.update(more, tensors=tensors))
+    tensors = [a[n] for n in list(a)[:11]]
+    torch_ops.compress_store(*tensors, 4, 1e-6, 0.5, a["save"], a["seq_lens"], a["scratch"], "sm_100a")
+    for got, want in zip(
+        (*given.pop("tensors"), given.pop("seq_lens"), given.pop("scratch")), (*tensors, a["seq_lens"], a["scratch"]), strict=True
+    ):
+        assert got.data_ptr() == want.data_ptr()
+    assert given == {"ratio": 4, "eps": 1e-6, "kv_scale": 0.5, "save": a["save"], "target": "sm_100a"}
 
 
 def registered() -> list[str]:

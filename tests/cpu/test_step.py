@@ -92,16 +92,18 @@ def test_a_capture_builds_its_own_tables(monkeypatch):
     assert step.once("a", lambda: next(values)) not in (first, second)
 
 
-def test_a_scratch_is_made_outside_of_captures(monkeypatch):
+def test_a_scratch_of_a_capture_is_the_graphs_own(monkeypatch):
+    """Its zeros are written when the graph runs, so eager launches must not find it; the kept one is written before any capture."""
     step, capturing = StepMetadata.of([1], [1]), True
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     step.device = torch.device("cuda", 0)
-    assert step.scratch() is None
+    first = step.scratch()
+    assert step.scratch() is first, "the layers of a captured step share one"
     capturing = False
-    made = step.scratch()
-    assert made is not None and not made.any()
+    kept = step.scratch()
+    assert kept is not first and step.scratch() is kept and not kept.any()
     capturing = True
-    assert step.scratch() is made
+    assert step.scratch() is kept
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,8 @@ def sweep() -> list[Any]:
     more("compress_store", "state", torch.zeros(0, 4, 2048), torch.zeros(6, 0, 2048))
     more("compress_store", "state_block_table", torch.zeros(2, 0, **int32))
     more("compress_store", "target", 3, "sm_80", "sm_90a")
+    scratch = ck.compress_scratch("cpu")
+    more("compress_store", "scratch", scratch[:-1], scratch.long(), scratch.repeat(2)[::2], scratch.to("meta"), scratch.repeat(2)[1:], 3)
     more("sparse_indices", "window", None, (1, 2, 3))
     more("sparse_indices", "compressed", None, 5)
     more("sparse_indices", "source", None, "local")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.device.sparse_indices import FEW_ROWS
 from cute_kernels.indices import IdSource
 from cute_kernels.save_policy import SavePolicy
+from cute_kernels.scratch import compress_scratch
 from cute_kernels.target import Target, all_targets
 from ptx_emulator.device import Settings
 from tests.emulator.emulated import emulated
@@ -47,7 +49,7 @@ def _compress(ratio: int, rows: list[Request] | None, *, independent: bool = Fal
             case = crowded(CompressStoreSpec(target, ratio=ratio, kv_format=kv_format), ratio=ratio, kv_format=kv_format)
         else:
             case = make_compress_case(rows, ratio=ratio, kv_format=kv_format, **options)
-        after = case.clone()
+        after = dataclasses.replace(case.clone(), scratch=compress_scratch("cpu"))
         with _device(target, settings):
             ops.compress_store(*after.args(), **after.kwargs(), independent=independent)
         found = check_compress(case, after)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import dataclasses
 import hashlib
 import json
 import zlib
@@ -23,6 +24,7 @@ from cute_kernels import ops
 from cute_kernels.compile import cache, loader
 from cute_kernels.indices import IdSource
 from cute_kernels.save_policy import SavePolicy
+from cute_kernels.scratch import compress_scratch
 from cute_kernels.target import Target
 from tests.support.compress import make_compress_case
 from tests.support.gather import make_convert_case, make_gather_case
@@ -53,7 +55,7 @@ def _compress(ratio: int, kv_format: str, **options: Any) -> Callable[..., Any]:
 
     def run(target: Target, device: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         case = make_compress_case(rows, ratio=ratio, kv_format=kv_format, seed=11, kv_scale=0.5 if kv_format == "fp8" else None, **options)
-        after = case.to(device).clone()
+        after = dataclasses.replace(case.to(device).clone(), scratch=compress_scratch(device))
         ops.compress_store(*after.args(), **after.kwargs(), target=target)
         storage = after.kv_storage.cpu().numpy()
         changed = owned_bytes(
