@@ -55,14 +55,17 @@ def store_vector(address: Int64, fragment: cute.Tensor, streaming: bool = False)
     cute.copy(atom, fragment, at(address, dtype, count), **policy_of(streaming))
 
 
-def load_below(address: Int64, id: Int32, limit: Int32) -> Int32:
-    """The word of global memory at an address where 0 <= id < limit, elsewhere -1.
+def load_below(base: Int64, column: Int32, id: Int32, limit: Int32) -> Int32:
+    """Word `column` of global memory from address `base` on where 0 <= id < limit, elsewhere -1.
 
-    Written as PTX: of a branch around a load ptxas makes one instruction more than a predicate takes.
+    Written as PTX: of a branch around a load ptxas makes one instruction more than a predicate takes, of a sum of addresses two, not a
+    multiply-add.
     """
-    text = "{\n.reg .pred p;\nsetp.lt.u32 p, $2, $3;\nmov.b32 $0, -1;\n@p ld.global.b32 $0, [$1];\n}"
-    operands = [address.ir_value(), id.ir_value(), limit.ir_value()]
-    return Int32(llvm.inline_asm(Int32.mlir_type, operands, text, "=&r,l,r,r", has_side_effects=True))
+    text = (
+        "{\n.reg .pred p;\n.reg .b64 a;\nsetp.lt.u32 p, $3, $4;\nmad.wide.u32 a, $2, 4, $1;\nmov.b32 $0, -1;\n@p ld.global.b32 $0, [a];\n}"
+    )
+    operands = [base.ir_value(), column.ir_value(), id.ir_value(), limit.ir_value()]
+    return Int32(llvm.inline_asm(Int32.mlir_type, operands, text, "=&r,l,r,r,r", has_side_effects=True))
 
 
 def prefetch(address: Int64, count: int) -> None:

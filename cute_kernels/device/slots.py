@@ -19,7 +19,8 @@ class Divisor(NamedTuple):
     With l = ceil(log2 d), at least 1, and magic = ceil(2^(31+l) / d), which lies in [2^31, 2^32), floor(n * magic / 2^(31+l)) equals
     n // d for every n in [0, 2^31): the excess n * (magic * d - 2^(31+l)) / (d * 2^(31+l)) is below n / 2^31 / d < 1 / d. The high
     half of n * magic leaves a shift of l - 1. For d = 1 the magic number would be 2^32: there (n + 1) * (2^32 - 1) has n as its high
-    half, so magic and addend are 2^32 - 1. A wide multiply-add and a shift either way.
+    half, so magic and addend are 2^32 - 1. A wide multiply-add and a shift either way. An n up to 2^32 has an excess below 2 / d: its
+    quotient is one too large at most, and that only where the remainder is d - 1.
     """
 
     magic: Uint32
@@ -38,7 +39,7 @@ class Divisor(NamedTuple):
         return Divisor(Uint32(cutlass.select_(one, addend, magic)), Uint32(addend), Uint32(bits - 1))
 
     def quotient(self, n: Int32) -> Int32:
-        """n // d for 0 <= n < 2^31; some value for a negative n."""
+        """n // d for 0 <= n < 2^31; for a negative n that of its bits, or one more where d divides those plus one."""
         product = Uint64(Uint32(n)) * Uint64(self.magic) + Uint64(self.addend)
         return Int32(Uint32(product >> Uint64(32)) >> self.shift)
 
@@ -126,22 +127,40 @@ def resolve_slots(ids: cute.Tensor, limit: Int32, pool: Pool, entries: cute.Tens
 
 
 @cute.jit
-def resolve_rows(ids: cute.Tensor, limit: Int32, gPages: cute.Tensor, pool: Pool, entries: cute.Tensor):
+def resolve_rows(ids: cute.Tensor, limit: Int32, gPages: cute.Tensor, pool: Pool, entries: cute.Tensor, marked: cutlass.Constexpr = True):
     """entries[i] = table entry of row ids[i] of a request, whose pages its block-table row `gPages` lists.
 
-    -1 unless 0 <= ids[i] < limit and the block table's entry is a page of the pool. limit <= pool.capacity, so no column
-    outside the table is read. All gathers are issued before the first is used.
+    -1 unless 0 <= ids[i] < limit and the block table's entry is a page of the pool; where not `marked`, some negative number. limit <=
+    pool.capacity, so no column outside the table is read. All gathers are issued before the first is used.
     """
     count, base = cute.size(ids), base_address(gPages)
     offsets = cute.make_rmem_tensor(cute.make_layout(count), Int32)
     pages = cute.make_rmem_tensor(cute.make_layout(count), Int32)
     for i in cutlass.range_constexpr(count):
         column = pool.by_page_rows.quotient(ids[i])
-        pages[i] = load_below(base + Int64(Uint32(column)) * 4, ids[i], limit)
+        pages[i] = load_below(base, column, ids[i], limit)
         offsets[i] = ids[i] + column * pool.minus_page_rows
+    if cutlass.const_expr(not marked):
+        clean_pages(pages, pool)
     for i in cutlass.range_constexpr(count):
         entry = pages[i] * pool.span + offsets[i]
-        entries[i] = Int32(cutlass.select_(Uint32(pages[i]) < Uint32(pool.pages), entry, Int32(-1)))
+        if cutlass.const_expr(marked):
+            entry = Int32(cutlass.select_(Uint32(pages[i]) < Uint32(pool.pages), entry, Int32(-1)))
+        entries[i] = entry
+
+
+@cute.jit
+def clean_pages(pages: cute.Tensor, pool: Pool):
+    """Make each page -1 that is none of the pool. Usually all others are -1 already, which takes a three-way minimum and maximum to see.
+
+    The entry of page -1 is negative, for any id: the offset that `quotient` leads to lies in -1 .. page_rows - 1, the entry in
+    -span - 1 .. page_rows - 1 - span, and page_rows <= span < 2^31.
+    """
+    some = [pages[i] for i in range(cute.size(pages))]
+    odd = (functools.reduce(cutlass.max, some) >= pool.pages) | (functools.reduce(cutlass.min, some) < -1)
+    if cute.arch.vote_any_sync(odd):
+        for i in cutlass.range_constexpr(cute.size(pages)):
+            pages[i] = Int32(cutlass.select_(Uint32(pages[i]) < Uint32(pool.pages), pages[i], Int32(-1)))
 
 
 @cute.jit
