@@ -19,7 +19,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass.utils import SmemAllocator
 
-from cute_kernels.device import WARP, memory, norm_rope, pdl, pooling, splitters, window_ring
+from cute_kernels.device import WARP, convert, memory, norm_rope, pdl, pooling, splitters, window_ring
 from cute_kernels.device.compress_arguments import Arguments
 from cute_kernels.device.compress_plan import Dealt, Plan
 from cute_kernels.device.slots import Divisor
@@ -81,7 +81,7 @@ class CompressKernel:
         cute.arch.sync_threads()
         if tid < plan.pooling:
             pdl.fetch_parameters(self.pdl, tid, (mA, by_state_rows), shared.word.iterator)
-            self.consume(mA, shared, share, tid)
+            self.consume(mA, shared, share, dealt, tid)
         else:
             if cutlass.const_expr(plan.saver):
                 if tid < plan.pooling + WARP:
@@ -189,20 +189,20 @@ class CompressKernel:
                         mA, by_state_rows, t_closing, closing, request_closing, cutlass.min(k, Int32(plan.window - 1))
                     )
                     values = (address & -4) + plan.half(lane % span) * 4
+                    fresh = cutlass.select_((address & STEP_ROW) != 0, Float32(1.0), Float32(0.0))
                     for w in cutlass.range_constexpr(together):
                         if first + w < count:
                             mine = lane - w * span
                             target_slot = cute.arch.shuffle_sync(kv_slot, w * span)
-                            from_step = Int32(cute.arch.vote_ballot_sync((address & STEP_ROW) != 0)) >> (w * span)
                             excluded = Int32(cute.arch.vote_ballot_sync((address & EXCLUDED) != 0)) >> (w * span)
                             for s in cutlass.range(stages, unroll=1):
                                 ring.wait_empty(shared.ring, n)
                                 row = cutlass.select_(memory.in_range(mine, span), mine - s * ring.rows, Int32(-1))
-                                ring.fetch(shared.ring, n, values, values + plan.width * 4, goal, row, lane)
+                                ring.fetch(shared.ring, n, values, values + plan.width * 4, fresh, goal, row, lane)
                                 if (p == 0) & (s == 0) & memory.in_range(mine, span):
                                     for q in cutlass.range_constexpr(ROPE_DIM // span):
                                         shared.ring.rotation[q * span + mine, turn % ring.slots] = angles[q]
-                                words = (self.splitter.label(nth), target_slot, from_step >> (s * ring.rows), excluded >> (s * ring.rows))
+                                words = (self.splitter.label(nth), target_slot, excluded >> (s * ring.rows))
                                 ring.publish(shared.ring, n, words, lane)
                                 n += 1
                             turn += cutlass.select_(p == passes - 1, Int32(1), Int32(0))
@@ -262,7 +262,25 @@ class CompressKernel:
     # Pooling
 
     @cute.jit
-    def consume(self, mA: Arguments, shared: Shared, share: splitters.Share, tid: Int32):
+    def warm(self, mA: Arguments, share: splitters.Share, dealt: Dealt, tid: Int32):
+        """Have L2 fetch rows of this step, no padding, while windows are looked up: a line for each thread.
+
+        The rows that blocks will want first lie at the step's start where each has many windows, and are spread over it where all windows
+        are begun at once.
+        """
+        plan, block = self.plan, Int32(cute.arch.block_idx()[0])
+        lines = cutlass.const_expr(2 * plan.width * 4 // memory.LINE)  # of a row
+        own = dealt.rows >> share.shift
+        count = cutlass.min(own, Int32(plan.pooling // lines))
+        row = tid // lines
+        t = block * (own if plan.ratio == 128 else count) + row
+        if (row < count) & (t < self.row_limit(mA)):
+            if mA.state_slots[t] >= 0:
+                address = memory.base_address(mA.kv_score) + Int64(t) * memory.byte_stride(mA.kv_score, 0)
+                memory.prefetch_line(address + Int64(tid % lines * memory.LINE))
+
+    @cute.jit
+    def consume(self, mA: Arguments, shared: Shared, share: splitters.Share, dealt: Dealt, tid: Int32):
         """Pooling threads: take stages from the ring, pool them, and finish each window."""
         plan, ring = self.plan, self.plan.ring
         stages = cutlass.const_expr(plan.window // ring.rows // self.splitter.chunks)  # of a chunk
@@ -270,6 +288,8 @@ class CompressKernel:
         finishing = self.splitter.finishing(share)
         owned = finishing.rank * (HEAD_DIM >> finishing.shift) + (tid & ((plan.pooling >> finishing.shift) - 1)) * plan.columns
         pdl.begin(self.pdl, mA.independent)
+        if cutlass.const_expr(mA.kv_score is not None):
+            self.warm(mA, share, dealt, tid)
         early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
         weight = norm_rope.load_weight(mA.norm_weight, owned, plan.columns) if early else None
         shape = cute.make_layout((plan.columns, plan.batch))
@@ -295,9 +315,9 @@ class CompressKernel:
                         self.load_bias(mA, row, column, coming)
                         ring.wait_full(shared.ring, n)
                     values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-                    from_step, excluded = (shared.ring.notes[i, n % ring.slots] for i in (2, 3))
+                    excluded = shared.ring.notes[2, n % ring.slots]
                     ring.read(shared.ring, n, column, values, logits)
-                    self.add_bias(from_step, bias, logits)
+                    self.add_bias(shared, n, bias, logits)
                     if cutlass.const_expr(plan.on_the_way):
                         self.save_pooled(shared, n, column, values, logits)
                     self.add_rows(excluded, values, logits, partial, plan.window == ring.rows)
@@ -345,12 +365,15 @@ class CompressKernel:
                 row = first + k
                 memory.load_vector(self.ape_address(mA, row % self.plan.ratio, column + self.plan.half(row)), bias[None, k])
 
-    def add_bias(self, from_step: Int32, bias: cute.Tensor, logits: cute.Tensor) -> None:
-        """Add position embeddings to this step's scores: bit k of the mask is row k."""
+    def add_bias(self, shared: Shared, n: Int32, bias: cute.Tensor, logits: cute.Tensor) -> None:
+        """Add position embeddings to the scores of this step's rows in stage n: a product by one is exact, by zero adds nothing."""
         if "kv_score" in self.names:
+            fresh = self.plan.ring.read_fresh(shared.ring, n)
             for k in range(self.plan.batch):
-                for c in range(self.plan.columns):
-                    logits[c, k] = cutlass.select_((from_step & (1 << k)) != 0, logits[c, k] + bias[c, k], logits[c, k])
+                factor = (fresh[k], fresh[k])
+                for c in range(0, self.plan.columns, 2):
+                    biases, scores = (bias[c, k], bias[c + 1, k]), (logits[c, k], logits[c + 1, k])
+                    logits[c, k], logits[c + 1, k] = convert.fma_pair(biases, factor, scores)
 
     def add_rows(self, excluded: Int32, values: cute.Tensor, logits: cute.Tensor, partial, first: bool) -> None:
         """Pool rows, those before position 0 left out: bit k of the mask is row k."""

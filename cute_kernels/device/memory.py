@@ -7,6 +7,7 @@ from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, CopyR2GOp
 
 STREAM = CacheEvictionPriority.NO_ALLOCATE  # read once: leave L1 to what is read again
 KEEP = CacheEvictionPriority.EVICT_NORMAL
+LINE = 128  # bytes of a line of L2
 # The L2 policy that createpolicy.fractional makes for all accesses: these lines go before any others.
 EVICT_FIRST = 0x12F0000000000000
 
@@ -71,6 +72,11 @@ def load_below(base: Int64, column: Int32, id: Int32, limit: Int32) -> Int32:
 def prefetch(address: Int64, count: int) -> None:
     """Have `count` bytes brought into L2, without waiting for them; address and count are multiples of 16."""
     llvm.inline_asm(None, [address.ir_value()], f"cp.async.bulk.prefetch.L2.global [$0], {count};", "l", has_side_effects=True)
+
+
+def prefetch_line(address: Int64) -> None:
+    """Have the line of an address brought into L2, without waiting for it."""
+    llvm.inline_asm(None, [address.ir_value()], "prefetch.global.L2 [$0];", "l", has_side_effects=True)
 
 
 def in_range(value, limit) -> cutlass.Boolean:

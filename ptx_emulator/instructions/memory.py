@@ -267,13 +267,20 @@ def _st(build: Build, ins: ptx.Instruction) -> Step:
 
 @opcode("prefetch", "prefetchu")
 def _prefetch(build: Build, ins: ptx.Instruction) -> Step:
+    """Nothing is loaded, so it may come before the wait for the kernels in front; but global memory that is named must be there."""
     m = Modifiers(ins)
-    m.take("global", "local")
+    space = m.take("global", "local")
     if not m.take("L1", "L2", "L2::evict_last", "L2::evict_normal"):
         raise m.unsupported()
     m.finish(1)
-    address_of(build, ins, ins.operands[0], "global")
-    return lambda f: None
+    address = address_of(build, ins, ins.operands[0], "global")
+    if space != "global":
+        return lambda f: None
+
+    def run(f: Fragment) -> None:
+        f.machine.memory.load(np.broadcast_to(address(f), (f.n,)), 1, 1)
+
+    return run
 
 
 @opcode("fence", "membar")

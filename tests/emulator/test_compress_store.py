@@ -33,8 +33,12 @@ POLICY = SavePolicy(rollback=3, prefix_stride=64)
 
 
 def own(case: CompressCase, memory: Memory) -> None:
-    """Declare the rows this case may write, and that what an earlier launch left in the scratch memory must not be read."""
+    """Declare the rows this case may write, and what must not be read: padding, and what an earlier launch left in the scratch memory."""
     want = expected(case)[0]
+    if case.kv_score is not None:
+        score, pitch = memory.find("kv_score"), 4 * case.kv_score.stride(0)
+        for t in torch.nonzero(case.state_slots[: case.kv_score.shape[0]] < 0).flatten().tolist():
+            score.mark(UNWRITTEN, True, slice(t * pitch, t * pitch + 4 * case.kv_score.shape[1]))
     if any(buffer.name == "scratch" for buffer in memory.buffers):
         memory.find("scratch").mark(UNWRITTEN, True, slice(4 * COUNTERS, None))
     cache, state = memory.find("kv_cache"), memory.find("state")

@@ -137,6 +137,7 @@ def test_a_fault_names_its_own_thread(body: str, check: str, thread: int) -> Non
         ("cp.async.ca.shared.global [%r2], [%l1], 4, 8;", "source size 8 of a copy of 4 bytes"),
         ("cp.async.bulk.prefetch.L2.global [%l1], 8;", "multiples of 16"),
         ("cp.async.bulk.prefetch.L2.global [%l1+1048576], 16;", "past the end of 'y'"),
+        ("prefetch.global.L2 [%l1+1048576];", "past the end of 'y'"),
         ("bar.arrive 1, 0;", "thread count 0"),
     ],
 )
