@@ -81,7 +81,7 @@ class CompressKernel:
         cute.arch.sync_threads()
         if tid < plan.pooling:
             pdl.fetch_parameters(self.pdl, tid, (mA, by_state_rows), shared.word.iterator)
-            self.consume(mA, shared, share, dealt, tid)
+            self.consume(mA, shared, share, by_state_rows, dealt, tid)
         else:
             if cutlass.const_expr(plan.saver):
                 if tid < plan.pooling + WARP:
@@ -262,7 +262,7 @@ class CompressKernel:
     # Pooling
 
     @cute.jit
-    def warm(self, mA: Arguments, share: splitters.Share, dealt: Dealt, tid: Int32):
+    def warm(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
         """Have L2 fetch rows of this step, no padding, while windows are looked up: a line for each thread.
 
         The rows that blocks will want first lie at the step's start where each has many windows, and are spread over it where all windows
@@ -275,12 +275,16 @@ class CompressKernel:
         row = tid // lines
         t = block * (own if plan.ratio == 128 else count) + row
         if (row < count) & (t < self.row_limit(mA)):
-            if mA.state_slots[t] >= 0:
-                address = memory.base_address(mA.kv_score) + Int64(t) * memory.byte_stride(mA.kv_score, 0)
+            slot = Int64(mA.state_slots[t])
+            if memory.in_range(slot, self.state_rows(mA)):
+                if cutlass.const_expr(mA.kv_score is not None):
+                    address = memory.base_address(mA.kv_score) + Int64(t) * memory.byte_stride(mA.kv_score, 0)
+                else:
+                    address = self.slot_address(mA, by_state_rows, slot)
                 memory.prefetch_line(address + Int64(tid % lines * memory.LINE))
 
     @cute.jit
-    def consume(self, mA: Arguments, shared: Shared, share: splitters.Share, dealt: Dealt, tid: Int32):
+    def consume(self, mA: Arguments, shared: Shared, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
         """Pooling threads: take stages from the ring, pool them, and finish each window."""
         plan, ring = self.plan, self.plan.ring
         stages = cutlass.const_expr(plan.window // ring.rows // self.splitter.chunks)  # of a chunk
@@ -288,8 +292,7 @@ class CompressKernel:
         finishing = self.splitter.finishing(share)
         owned = finishing.rank * (HEAD_DIM >> finishing.shift) + (tid & ((plan.pooling >> finishing.shift) - 1)) * plan.columns
         pdl.begin(self.pdl, mA.independent)
-        if cutlass.const_expr(mA.kv_score is not None):
-            self.warm(mA, share, dealt, tid)
+        self.warm(mA, share, by_state_rows, dealt, tid)
         early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
         weight = norm_rope.load_weight(mA.norm_weight, owned, plan.columns) if early else None
         shape = cute.make_layout((plan.columns, plan.batch))
