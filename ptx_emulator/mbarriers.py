@@ -142,10 +142,21 @@ class MBarriers:
             self.machine.races.clocks.learn(lanes, bar.passed)
 
     def complete_pending(self) -> bool:
-        """Carry out the oldest copy in flight; False if there is none."""
+        """Carry out the oldest copy in flight, and with it the oldest into each block, so that blocks go on side by side; False if there
+        is none. One into the memory of another block lands by itself.
+        """
         if not self.pending:
             return False
-        self.pending.pop(0)[1]()
+        oldest: dict[int, Callable[[], None]] = {}
+        later = []
+        for block, copy in self.pending:
+            if block in oldest or (oldest and -1 in (block, *oldest)):
+                later.append((block, copy))
+            else:
+                oldest[block] = copy
+        self.pending = later
+        for copy in oldest.values():
+            copy()
         self.machine.events += 1
         return True
 
