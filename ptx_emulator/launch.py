@@ -17,7 +17,7 @@ from ptx_emulator.memory import FOREIGN, UNWRITTEN, Buffer, Memory
 from ptx_emulator.program import SHARED_START, Program
 
 _LANES = 16384  # threads executed side by side: wide enough to hide Python, small enough for the cache
-_FEW_LANES = 2048  # of kernels with mbarriers: every wait looks at those of all blocks side by side
+_FEW_LANES = 8192  # of kernels with mbarriers: every wait looks at those of all blocks side by side
 _SHARED = 32 << 20  # bytes of shared memory held at once
 
 
