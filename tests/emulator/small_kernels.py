@@ -325,12 +325,12 @@ ASYNC = entry(
 )
 
 
-def run_copy(text: str) -> np.ndarray:
-    """Run BULK or ASYNC on x = 7, 8, ..., 70; returns y."""
+def run_copy(text: str, *, grid: int = 1) -> np.ndarray:
+    """Run BULK or ASYNC on x = 7, 8, ..., 70, in every block the same; returns y."""
     memory, x, y = Memory(), aligned(64), aligned(64)
     x[:] = np.arange(7, 71)
     parameters = [memory.add_array("y", y), memory.add_array("x", x, writable=False)]
-    run_ptx(text, 1, 64, parameters, memory)
+    run_ptx(text, grid, 64, parameters, memory)
     return y
 
 
