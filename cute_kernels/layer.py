@@ -189,7 +189,7 @@ class SparseMLA(Held):
         cos_sin      [P, 64] fp32, the table that q, KV rows and compressor share
         kv_cache     likewise, compressed cache (ratio 4 and 128)
         state        [blocks, block rows, 2W] fp32 state pool (ratio 4 and 128); W = 1024 or 512
-        ape          [ratio, W] fp32; None where the engine saves state rows itself and calls without kv_score
+        ape          [ratio, W] fp32, finite; None where the engine saves state rows itself and calls without kv_score
         norm_weight  [512] bf16 of the compressor's norm
         sinks        [num_heads] fp32 attention sinks
         target       Target or name; default: the tensors' device

@@ -57,7 +57,7 @@ def compress_store(
     With W = 1024 (ratio 4) or 512 (ratio 128), T rows, R requests:
 
     kv_score           [>= T, 2W] fp32     W values, then W scores of each row; None: every row lies in `state` already
-    ape                [ratio, W] fp32     added to the scores by position modulo ratio; None with kv_score=None
+    ape                [ratio, W] fp32     added to the scores by position modulo ratio; finite; None with kv_score=None
     state              [blocks, block rows, 2W] fp32, any block stride: rows of earlier steps, scores with ape added; written
     state_block_table  [R, columns] int32  state block of each `block rows` tokens of a request
     positions          [any] int64         position of each row in its request

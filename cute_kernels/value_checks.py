@@ -24,7 +24,7 @@ def require_values(name: str, values: torch.Tensor, where: torch.Tensor, low: in
 
 
 def compress_store(a: Mapping[str, Any]) -> None:
-    """Slots, positions and requests of real rows lie inside their pools and tables."""
+    """Slots, positions and requests of real rows lie inside their pools and tables; position embeddings are finite."""
     slots, state = a["state_slots"], a["state"]
     rows = min(t.shape[0] for t in (slots, a["positions"], a["token_to_req"], a["kv_slots"]))
     real = slots[:rows] >= 0
@@ -34,6 +34,11 @@ def compress_store(a: Mapping[str, Any]) -> None:
     require_values("positions", a["positions"][:rows], real, 0, a["cos_sin"].shape[0])
     require_values("token_to_req", a["token_to_req"][:rows], real, 0, a["state_block_table"].shape[0])
     require_values("kv_slots", a["kv_slots"][:rows], real & (a["kv_slots"][:rows] != -1), 0, geometry.slots)
+    if a["ape"] is not None and not bool(a["ape"].isfinite().all()):
+        at = (~a["ape"].isfinite()).nonzero()[0].tolist()
+        raise InvalidArgument(
+            "ape", f"{float(a['ape'][tuple(at)])} at {at}", "finite values", hint="kernels multiply them by 0 for older rows"
+        )
     if a["seq_lens"] is not None:
         require_values("seq_lens", a["seq_lens"], torch.ones_like(a["seq_lens"], dtype=torch.bool), 0, 2**31 - 1)
     if a["scratch"] is not None and a["ratio"] == 128 and not a["independent"]:  # other launches do not look at it

@@ -142,20 +142,16 @@ class MBarriers:
             self.machine.races.clocks.learn(lanes, bar.passed)
 
     def complete_pending(self) -> bool:
-        """Carry out the oldest copy in flight, and with it the oldest into each block, so that blocks go on side by side; False if there
-        is none. One into the memory of another block lands by itself.
+        """Carry out the oldest copy in flight; False if there is none.
+
+        The oldest into each other block lands with it, so that blocks go on side by side. Stores into another block (-1) land one by one.
         """
         if not self.pending:
             return False
-        oldest: dict[int, Callable[[], None]] = {}
-        later = []
-        for block, copy in self.pending:
-            if block in oldest or (oldest and -1 in (block, *oldest)):
-                later.append((block, copy))
-            else:
-                oldest[block] = copy
-        self.pending = later
-        for copy in oldest.values():
+        alone = self.pending[0][0] < 0
+        due = {block: copy for block, copy in reversed(self.pending) if (block < 0) == alone}  # the oldest of each comes last and stays
+        self.pending = [entry for entry in self.pending if entry[1] is not due.get(entry[0])]
+        for copy in due.values():
             copy()
         self.machine.events += 1
         return True

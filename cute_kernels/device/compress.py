@@ -7,7 +7,7 @@ Work is dealt out by rows: a team (the blocks that share windows, or one block) 
 block have roles that meet in shared memory only, so that no role waits for another one's loads:
 
 - one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
-- pooling warps wait for the ring's stages, pool, normalise, rotate and store (`consume`);
+- pooling warps prefetch the step's first rows into L2, wait for the ring's stages, pool, normalise, rotate and store (`consume`);
 - one warp copies the rows that are to be saved into the state pool (`save`); where a plan says so, only those that are not saved by the
   threads that pool them.
 """
@@ -189,7 +189,7 @@ class CompressKernel:
                         mA, by_state_rows, t_closing, closing, request_closing, cutlass.min(k, Int32(plan.window - 1))
                     )
                     values = (address & -4) + plan.half(lane % span) * 4
-                    fresh = cutlass.select_((address & STEP_ROW) != 0, Float32(1.0), Float32(0.0))
+                    from_step = cutlass.select_((address & STEP_ROW) != 0, Float32(1.0), Float32(0.0))
                     for w in cutlass.range_constexpr(together):
                         if first + w < count:
                             mine = lane - w * span
@@ -198,7 +198,7 @@ class CompressKernel:
                             for s in cutlass.range(stages, unroll=1):
                                 ring.wait_empty(shared.ring, n)
                                 row = cutlass.select_(memory.in_range(mine, span), mine - s * ring.rows, Int32(-1))
-                                ring.fetch(shared.ring, n, values, values + plan.width * 4, fresh, goal, row, lane)
+                                ring.fetch(shared.ring, n, values, values + plan.width * 4, from_step, goal, row, lane)
                                 if (p == 0) & (s == 0) & memory.in_range(mine, span):
                                     for q in cutlass.range_constexpr(ROPE_DIM // span):
                                         shared.ring.rotation[q * span + mine, turn % ring.slots] = angles[q]
@@ -262,18 +262,21 @@ class CompressKernel:
     # Pooling
 
     @cute.jit
-    def warm(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
-        """Have L2 fetch rows of this step, no padding, while windows are looked up: a line for each thread.
+    def prefetch_rows(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
+        """Prefetch rows of this step into L2 while windows are looked up, padding left out; a line for each thread.
 
-        The rows that blocks will want first lie at the step's start where each has many windows, and are spread over it where all windows
-        are begun at once.
+        Ratio 4: blocks begin at the step's start, those that start late at their own consecutive rows, so each takes one or two of the
+        rows there. Ratio 128: all windows are begun at once, so each block takes the first of its own share of the step.
         """
         plan, block = self.plan, Int32(cute.arch.block_idx()[0])
         lines = cutlass.const_expr(2 * plan.width * 4 // memory.LINE)  # of a row
-        own = dealt.rows >> share.shift
+        own = (dealt.rows + ((1 << share.shift) - 1)) >> share.shift
         count = cutlass.min(own, Int32(plan.pooling // lines))
         row = tid // lines
-        t = block * (own if plan.ratio == 128 else count) + row
+        first = block * (own if plan.ratio == 128 else count)
+        if cutlass.const_expr(plan.short):
+            first = cutlass.select_(dealt.first < 0, first, dealt.first)
+        t = first + row
         if (row < count) & (t < self.row_limit(mA)):
             slot = Int64(mA.state_slots[t])
             if memory.in_range(slot, self.state_rows(mA)):
@@ -292,7 +295,7 @@ class CompressKernel:
         finishing = self.splitter.finishing(share)
         owned = finishing.rank * (HEAD_DIM >> finishing.shift) + (tid & ((plan.pooling >> finishing.shift) - 1)) * plan.columns
         pdl.begin(self.pdl, mA.independent)
-        self.warm(mA, share, by_state_rows, dealt, tid)
+        self.prefetch_rows(mA, share, by_state_rows, dealt, tid)
         early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
         weight = norm_rope.load_weight(mA.norm_weight, owned, plan.columns) if early else None
         shape = cute.make_layout((plan.columns, plan.batch))
@@ -369,11 +372,12 @@ class CompressKernel:
                 memory.load_vector(self.ape_address(mA, row % self.plan.ratio, column + self.plan.half(row)), bias[None, k])
 
     def add_bias(self, shared: Shared, n: Int32, bias: cute.Tensor, logits: cute.Tensor) -> None:
-        """Add position embeddings to the scores of this step's rows in stage n: a product by one is exact, by zero adds nothing."""
+        """Add position embeddings to the scores of this step's rows in stage n: a row's factor is 1 or 0, and a finite embedding times 0
+        adds nothing (a score of -0 may become +0)."""
         if "kv_score" in self.names:
-            fresh = self.plan.ring.read_fresh(shared.ring, n)
+            from_step = self.plan.ring.read_from_step(shared.ring, n)
             for k in range(self.plan.batch):
-                factor = (fresh[k], fresh[k])
+                factor = (from_step[k], from_step[k])
                 for c in range(0, self.plan.columns, 2):
                     biases, scores = (bias[c, k], bias[c + 1, k]), (logits[c, k], logits[c + 1, k])
                     logits[c, k], logits[c + 1, k] = convert.fma_pair(biases, factor, scores)

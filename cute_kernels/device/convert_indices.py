@@ -131,9 +131,9 @@ class ConvertIndices:
 
     @cute.jit
     def resolve(self, mA: Arguments, ids: cute.Tensor, row: Row, pool: Pool, entries: cute.Tensor):
-        """entries[i] = slot of ids[i], or -1; where they are compacted, or some negative number."""
+        """entries[i] = slot of ids[i]; where there is none -1, or, if they are compacted, any negative number."""
         if cutlass.const_expr(mA.prefill_request_id is None):
-            resolve_rows(ids, row.limit, mA.block_table[row.request, None], pool, entries, not self.compact)
+            resolve_rows(ids, row.limit, mA.block_table[row.request, None], pool, entries, sign_only=self.compact)
         else:
             if row.dense:
                 for i in cutlass.range_constexpr(cute.size(ids)):
@@ -141,7 +141,7 @@ class ConvertIndices:
                     valid = (Uint32(ids[i]) < Uint32(row.limit)) & (entry >= 0)
                     entries[i] = Int32(cutlass.select_(valid, entry, Int32(-1)))
             else:
-                resolve_rows(ids, row.limit, mA.block_table[row.request, None], pool, entries, not self.compact)
+                resolve_rows(ids, row.limit, mA.block_table[row.request, None], pool, entries, sign_only=self.compact)
 
 
 def trace(spec: ConvertIndicesSpec) -> tuple[ConvertIndices, list[Any]]:

@@ -59,13 +59,14 @@ def add_rows(partial: Partial, values: cute.Tensor, logits: cute.Tensor, first: 
     Columns go in pairs: GPUs with packed fp32 arithmetic take one instruction for both.
     """
     columns, rows = values.shape
+    # A weight is added as w * 1 + weight, which is exact: one packed instruction.
     ones, scale = (Float32(1.0),) * 2, (Float32(LOG2_E),) * 2
     for c in range(0, columns, 2):
         peaks = [largest([logits[i, k] for k in range(rows)]) * LOG2_E for i in (c, c + 1)]
         if not first:
             peaks = [cute.arch.fmax(peaks[i], partial.peak[c + i]) for i in range(2)]
         minus = tuple(-reference_point(peak) for peak in peaks)
-        weight = product = (Float32(0.0),) * 2
+        weight = product = None
         if not first:
             decay = [power(partial.peak[c + i] + minus[i]) for i in range(2)]
             weight = tuple(partial.weight[c + i] * decay[i] for i in range(2))

@@ -19,7 +19,7 @@ class Divisor(NamedTuple):
     With l = ceil(log2 d), at least 1, and magic = ceil(2^(31+l) / d), which lies in [2^31, 2^32), floor(n * magic / 2^(31+l)) equals
     n // d for every n in [0, 2^31): the excess n * (magic * d - 2^(31+l)) / (d * 2^(31+l)) is below n / 2^31 / d < 1 / d. The high
     half of n * magic leaves a shift of l - 1. For d = 1 the magic number would be 2^32: there (n + 1) * (2^32 - 1) has n as its high
-    half, so magic and addend are 2^32 - 1. A wide multiply-add and a shift either way. An n up to 2^32 has an excess below 2 / d: its
+    half, so magic and addend are 2^32 - 1. A wide multiply-add and a shift either way. An n below 2^32 has an excess below 2 / d: its
     quotient is one too large at most, and that only where the remainder is d - 1.
     """
 
@@ -39,7 +39,7 @@ class Divisor(NamedTuple):
         return Divisor(Uint32(cutlass.select_(one, addend, magic)), Uint32(addend), Uint32(bits - 1))
 
     def quotient(self, n: Int32) -> Int32:
-        """n // d for 0 <= n < 2^31; for a negative n that of its bits, or one more where d divides those plus one."""
+        """n // d for 0 <= n < 2^31; for a negative n (n + 2^32) // d, or one more where d divides n + 2^32 + 1."""
         product = Uint64(Uint32(n)) * Uint64(self.magic) + Uint64(self.addend)
         return Int32(Uint32(product >> Uint64(32)) >> self.shift)
 
@@ -127,11 +127,13 @@ def resolve_slots(ids: cute.Tensor, limit: Int32, pool: Pool, entries: cute.Tens
 
 
 @cute.jit
-def resolve_rows(ids: cute.Tensor, limit: Int32, gPages: cute.Tensor, pool: Pool, entries: cute.Tensor, marked: cutlass.Constexpr = True):
+def resolve_rows(
+    ids: cute.Tensor, limit: Int32, gPages: cute.Tensor, pool: Pool, entries: cute.Tensor, sign_only: cutlass.Constexpr = False
+):
     """entries[i] = table entry of row ids[i] of a request, whose pages its block-table row `gPages` lists.
 
-    -1 unless 0 <= ids[i] < limit and the block table's entry is a page of the pool; where not `marked`, some negative number. limit <=
-    pool.capacity, so no column outside the table is read. All gathers are issued before the first is used.
+    -1 unless 0 <= ids[i] < limit and the block table's entry is a page of the pool; with `sign_only`, any negative number instead of -1.
+    limit <= pool.capacity, so no column outside the table is read. All gathers are issued before the first is used.
     """
     count, base = cute.size(ids), base_address(gPages)
     offsets = cute.make_rmem_tensor(cute.make_layout(count), Int32)
@@ -140,21 +142,22 @@ def resolve_rows(ids: cute.Tensor, limit: Int32, gPages: cute.Tensor, pool: Pool
         column = pool.by_page_rows.quotient(ids[i])
         pages[i] = load_below(base, column, ids[i], limit)
         offsets[i] = ids[i] + column * pool.minus_page_rows
-    if cutlass.const_expr(not marked):
-        clean_pages(pages, pool)
+    if cutlass.const_expr(sign_only):
+        mask_pages(pages, pool)
     for i in cutlass.range_constexpr(count):
         entry = pages[i] * pool.span + offsets[i]
-        if cutlass.const_expr(marked):
+        if cutlass.const_expr(not sign_only):
             entry = Int32(cutlass.select_(Uint32(pages[i]) < Uint32(pool.pages), entry, Int32(-1)))
         entries[i] = entry
 
 
 @cute.jit
-def clean_pages(pages: cute.Tensor, pool: Pool):
-    """Make each page -1 that is none of the pool. Usually all others are -1 already, which takes a three-way minimum and maximum to see.
+def mask_pages(pages: cute.Tensor, pool: Pool):
+    """Replace pages outside the pool by -1.
 
-    The entry of page -1 is negative, for any id: the offset that `quotient` leads to lies in -1 .. page_rows - 1, the entry in
-    -span - 1 .. page_rows - 1 - span, and page_rows <= span < 2^31.
+    Usually there are none but -1 itself, which the largest and the smallest page tell: each takes one instruction for two pages where the
+    GPU has three-input minima. An entry computed with page -1 is negative for any id: its offset (`Divisor.quotient`) lies in
+    -1 .. page_rows - 1, so the entry lies in -span - 1 .. page_rows - 1 - span, and page_rows <= span < 2^31.
     """
     some = [pages[i] for i in range(cute.size(pages))]
     odd = (functools.reduce(cutlass.max, some) >= pool.pages) | (functools.reduce(cutlass.min, some) < -1)

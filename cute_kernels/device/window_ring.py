@@ -25,7 +25,7 @@ class Storage(NamedTuple):
     rows: cute.Tensor  # [512, 2 (values, scores), rows, slots] fp32
     rotation: cute.Tensor  # [64, slots] of a window, the turn-th of the kernel in turn % slots
     notes: cute.Tensor  # [3, slots]
-    fresh: cute.Tensor  # [rows, slots] fp32: 1 for a row of this step, whose scores lack position embeddings, 0 for one from the pool
+    from_step: cute.Tensor | None  # [rows, slots] fp32: 1 for a row of this step, whose scores lack position embeddings, else 0
     goals: cute.Tensor | None  # [rows, slots] byte addresses to which the pooling threads save a stage's rows, 0: they do not
     full: cute.Tensor  # [slots] barriers
     empty: cute.Tensor  # [slots] barriers
@@ -39,6 +39,7 @@ class WindowRing:
     slots    stages in flight
     readers  threads that pool
     whole    values and scores of a row are one piece of memory
+    scores   there are rows of this step
     goals    pooling threads save rows
     streaming   rows leave the L2 first
     """
@@ -47,6 +48,7 @@ class WindowRing:
     slots: int
     readers: int
     whole: bool
+    scores: bool
     goals: bool
     streaming: bool
 
@@ -56,7 +58,7 @@ class WindowRing:
             rows=array(Float32, HEAD_DIM, 2, self.rows, self.slots),
             rotation=array(Float32, ROPE_DIM, self.slots),
             notes=array(Int32, NOTE, self.slots),
-            fresh=array(Float32, self.rows, self.slots),
+            from_step=array(Float32, self.rows, self.slots) if self.scores else None,
             goals=array(Int64, self.rows, self.slots) if self.goals else None,
             full=array(Int64, self.slots),
             empty=array(Int64, self.slots),
@@ -83,7 +85,7 @@ class WindowRing:
         self.publish(ring, n, (Int32(END), Int32(0), Int32(0)), lane)
 
     @cute.jit
-    def fetch(self, ring: Storage, n: Int32, values: Int64, scores: Int64, fresh: Float32, goal: Int64, row: Int32, lane: Int32):
+    def fetch(self, ring: Storage, n: Int32, values: Int64, scores: Int64, from_step: Float32, goal: Int64, row: Int32, lane: Int32):
         """Issue the copies of a lane's row of stage n, if `row` is one. The whole warp calls; `publish` must follow.
 
         Where their lines leave the L2 first, the tables that say where rows lie stay there instead, and every window waits for two looks
@@ -100,7 +102,8 @@ class WindowRing:
             else:
                 copy_bulk(values, target, HEAD_DIM, full, streaming=self.streaming)
                 copy_bulk(scores, target + HEAD_DIM, HEAD_DIM, full, streaming=self.streaming)
-            ring.fresh[row, n % self.slots] = fresh
+            if cutlass.const_expr(self.scores):
+                ring.from_step[row, n % self.slots] = from_step
             if cutlass.const_expr(self.goals):
                 ring.goals[row, n % self.slots] = goal
 
@@ -136,13 +139,10 @@ class WindowRing:
                 pointer = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=columns * 4)
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(columns)), fragment[None, k])
 
-    def read_fresh(self, ring: Storage, n: Int32) -> cute.Tensor:
+    def read_from_step(self, ring: Storage, n: Int32) -> cute.Tensor:
         """1 for each row of stage n that is of this step, else 0."""
         found = cute.make_rmem_tensor(cute.make_layout(self.rows), Float32)
-        place = ring.fresh.iterator + (n % self.slots) * self.rows
-        for k in range(0, self.rows, 4):
-            pointer = cute.make_ptr(Float32, (place + k).toint(), cute.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(4)), cute.make_tensor(found.iterator + k, cute.make_layout(4)))
+        cute.autovec_copy(ring.from_step[None, n % self.slots], found)
         return found
 
 

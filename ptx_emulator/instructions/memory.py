@@ -267,7 +267,8 @@ def _st(build: Build, ins: ptx.Instruction) -> Step:
 
 @opcode("prefetch", "prefetchu")
 def _prefetch(build: Build, ins: ptx.Instruction) -> Step:
-    """Nothing is loaded, so it may come before the wait for the kernels in front; but global memory that is named must be there."""
+    """Nothing is loaded, so it may come before the wait for the kernels in front; but what `.global` names must be there. Generic
+    addresses are not checked."""
     m = Modifiers(ins)
     space = m.take("global", "local")
     if not m.take("L1", "L2", "L2::evict_last", "L2::evict_normal"):

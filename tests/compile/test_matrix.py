@@ -126,6 +126,7 @@ def check_compress_store(spec: CompressStoreSpec, ptx: str, found: Instructions)
     assert ("e4m3x2" in ptx) == (spec.kv_format != "bf16"), "E4M3 conversions belong to FP8 rows, and to no others"
     assert "bf16x2" in ptx or "cvt.rn.bf16" in ptx, "every format rounds to BF16 first"
     assert "ex2.approx" in ptx, "the softmax over the window uses exp2"
+    assert ptx.count("prefetch.global.L2") == 1, "the step's first rows are prefetched while windows are looked up"
 
 
 def check_qkv_insert(spec: QkvInsertSpec, ptx: str, found: Instructions) -> None:

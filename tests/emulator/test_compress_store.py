@@ -37,7 +37,8 @@ def own(case: CompressCase, memory: Memory) -> None:
     want = expected(case)[0]
     if case.kv_score is not None:
         score, pitch = memory.find("kv_score"), 4 * case.kv_score.stride(0)
-        for t in torch.nonzero(case.state_slots[: case.kv_score.shape[0]] < 0).flatten().tolist():
+        rows = min(t.shape[0] for t in (case.state_slots, case.positions, case.token_to_req, case.kv_slots))
+        for t in (t for t in range(case.kv_score.shape[0]) if t >= rows or case.state_slots[t] < 0):
             score.mark(UNWRITTEN, True, slice(t * pitch, t * pitch + 4 * case.kv_score.shape[1]))
     if any(buffer.name == "scratch" for buffer in memory.buffers):
         memory.find("scratch").mark(UNWRITTEN, True, slice(4 * COUNTERS, None))

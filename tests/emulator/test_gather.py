@@ -165,10 +165,13 @@ def test_the_largest_ids(target: Target) -> None:
 def test_the_largest_pages(target: Target) -> None:
     """What no page holds is left out, however far it would lie from one: entries of absent pages must not wrap round to valid ones."""
     for page_rows, span in ((2**30, 2**31 - 1), (2**30 - 1, 2**31 - 1), (1, 2**31 - 1), (3 << 20, 2**31 - 2)):
-        absent = [-(2**31), -(2**31) + 1, -1, -2, 4 * page_rows - 1 - 2**32 if page_rows > 2**29 else -3, -page_rows, 2**31 - 1]
-        ids = torch.tensor([[*absent, 0, page_rows - 1, *absent[:5], page_rows // 2, *absent, -1, -1]], dtype=torch.int32)
+        # At -1 - 2**32 % page_rows `Divisor.quotient` may be one too large.
+        absent = [-(2**31), -(2**31) + 1, -1, -2, -1 - 2**32 % page_rows, -page_rows, 2**31 - 1]
+        ids = torch.tensor([[*absent, 0, page_rows, page_rows - 1, *absent[:5], page_rows // 2, *absent, -1]], dtype=torch.int32)
         sizes = {"page_rows": page_rows, "block_stride_rows": span, "pages": 1, "return_counts": True}
-        for table, valid in (([0, -1], [0, page_rows - 1, page_rows // 2]), ([-1, -1], []), ([1, 2**31 - 1], []), ([-(2**31), -2], [])):
+        first = [0, page_rows - 1, page_rows // 2]
+        tables = [([0, page], first) for page in (-1, -2, -(2**31), 2**31 - 1)] + [([page, -1], []) for page in (-1, 1, 2**31 - 1)]
+        for table, valid in tables:
             arguments = (ids, torch.zeros(1, dtype=torch.int32), torch.tensor([table], dtype=torch.int32))
             with emulated(target):
                 slots, counts = ops.convert_indices(*arguments, **sizes)

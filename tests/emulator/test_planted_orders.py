@@ -474,17 +474,14 @@ def test_a_block_waits_for_the_copies_into_its_memory() -> None:
 @pytest.mark.parametrize("grid", [1, 3])
 def test_a_wait_for_one_copy_is_none_for_the_next(grid: int) -> None:
     """Copies into one block land one after another, however many blocks run side by side."""
-    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%l2], 256, [%r3];"
-    arrive = "mbarrier.arrive.expect_tx.shared.b64 %l5, [%r3], 256;"
-    second = "add.s32 %r7, %r3, 8;\nadd.s32 %r8, %r2, 128;\nadd.s64 %l4, %l2, 128;\n"
-    halves = second + "".join(
-        f"{arrive}\n{copy}\n".replace("256", "128").replace("[%r3]", f"[{bar}]").replace("[%r2]", f"[{to}]").replace("[%l2]", f"[{source}]")
-        for to, source, bar in (("%r2", "%l2", "%r3"), ("%r8", "%l4", "%r7"))
+    start = (
+        "mbarrier.arrive.expect_tx.shared.b64 %l5, [%r3{0}], {1};\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2{2}], [%l2{2}], {1}, [%r3{0}];"
     )
+    halves = start.format("", 128, "") + "\n" + start.format("+8", 128, "+128")
     made = "mbarrier.init.shared.b64 [%r3], 1;"
-    early = changed(BULK, (f"{arrive}\n{copy}", halves), (made, f"{made}\n{made.replace('[%r3]', '[%r3+8]')}"))
-    other = "SECOND:\nmbarrier.try_wait.parity.shared.b64 done, [%r3+8], 0;\n@!done bra SECOND;"
-    right = changed(early, ("OUT:", f"OUT:\n{other}"))
+    early = changed(BULK, (start.format("", 256, ""), halves), (made, made + "\n" + made.replace("%r3", "%r3+8")))
+    right = changed(early, ("OUT:", "OUT:\nSECOND:\nmbarrier.try_wait.parity.shared.b64 done, [%r3+8], 0;\n@!done bra SECOND;"))
     assert (run_copy(right, grid=grid) == np.arange(7, 71)).all()
     with pytest.raises(KernelFault, match="uninitialised read"):
         run_copy(early, grid=grid)
