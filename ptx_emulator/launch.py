@@ -17,7 +17,6 @@ from ptx_emulator.memory import FOREIGN, UNWRITTEN, Buffer, Memory
 from ptx_emulator.program import SHARED_START, Program
 
 _LANES = 16384  # threads executed side by side: wide enough to hide Python, small enough for the cache
-_FEW_LANES = 8192  # of kernels with mbarriers: every wait looks at those of all blocks side by side
 _SHARED = 32 << 20  # bytes of shared memory held at once
 
 
@@ -143,8 +142,7 @@ def run_ptx(
     constants = _constants(program)
     whole = Memory([*memory.buffers, *constants]) if constants else memory
     size = program.build.dynamic_start + dynamic_shared
-    lanes_at_once = _FEW_LANES if any(i.base == "mbarrier" for i in program.kernel.instructions) else _LANES
-    clusters_at_once = max(min(lanes_at_once // launch.threads, _SHARED // size) // launch.cluster_size, 1)
+    clusters_at_once = max(min(_LANES // launch.threads, _SHARED // size) // launch.cluster_size, 1)
     order = _cluster_order(launch)
     step = clusters_at_once * launch.cluster_size
     global_races = GlobalRaces(program.build.global_granule) if check_races else None

@@ -369,6 +369,8 @@ VALUES = [
     ("compress_store", "kv_slots", lambda v: put(v, 0, -2)),
     ("compress_store", "seq_lens", lambda v: put(v, 0, -1)),
     ("compress_store", "scratch", lambda v: put(v, 0, 1)),
+    ("compress_store", "ape", lambda v: put(v, (3, 17), float("-inf"))),
+    ("compress_store", "ape", lambda v: put(v, (0, 0), float("nan"))),
     ("sparse_indices", "positions", lambda v: put(v, 0, -1)),
     ("sparse_indices", "token_to_req", lambda v: put(v, 0, 2)),
     ("sparse_indices", "ids", lambda v: put(v, (0, 1), 20)),
