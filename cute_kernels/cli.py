@@ -193,8 +193,11 @@ def cache_info() -> None:
     table = Table("operation", "target", "kernels", box=None, pad_edge=False)
     groups: dict[tuple[str, str], int] = {}
     for manifest in disk.manifests():
-        fields = manifest["spec"]
-        group = (fields["operation"], f"{fields['family']}:{fields['gpu_arch']}")
+        try:
+            fields = manifest["spec"]
+            group = (str(fields["operation"]), f"{fields['family']}:{fields['gpu_arch']}")
+        except (KeyError, TypeError):
+            group = ("unreadable manifest", "")  # built again when its kernel is asked for
         groups[group] = groups.get(group, 0) + 1
     for (operation, target), count in sorted(groups.items()):
         table.add_row(operation, target, str(count))

@@ -80,7 +80,7 @@ def convert_indices(
     workspace_starts    [any] int32      first workspace row of each prefill request; given with prefill_request_id, or not at all
     return_counts       True: valid slots first, in order, -1 in every lane after, and how many there are. False: each in its lane
     out                 [N, k] int32, unit column stride, rows at multiples of 16 bytes; default: a new tensor, whose rows may be
-                        padded apart
+                        padded apart. It may be `ids`, but not overlap them otherwise
     counts              [N] int32, with return_counts only; default: a new tensor
     target              Target or name; default: the tensors' device
 

@@ -78,8 +78,10 @@ def compress_store(
     independent        True: runs beside the launch in front of it. The caller promises what docs/design.md asks, "Independent launches"
     target             Target or name; default: the tensors' device
 
-    Rows past the end of positions, token_to_req or kv_slots are padding too. Source of the mathematics: docs/spec.md,
-    "Compressor". Raises `InvalidArgument`, `UnsupportedRequest`, `MissingKernel` (frozen or capturing, and not warmed up).
+    Rows past the end of positions, token_to_req or kv_slots are padding too. A request's rows are consecutive in the step and
+    ascending, and no state row that this step saves is one that a window of it reads from the pool: the launch has no order
+    between the two. Source of the mathematics: docs/spec.md, "Compressor". Raises `InvalidArgument`, `UnsupportedRequest`,
+    `MissingKernel` (frozen or capturing, and not warmed up).
     """
     if is_compiling():
         tensors = (kv_score, ape, state, state_block_table, positions, token_to_req, state_slots, kv_slots, norm_weight, cos_sin, kv_cache)

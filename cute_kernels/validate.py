@@ -187,14 +187,15 @@ def _check_rows(name: str, value: torch.Tensor, written: bool) -> None:
 
 
 def with_regular_empties(arguments: tuple[Arg, ...], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`values` with usable strides for empty tables, which `check` lets have any; `values` itself where nothing changes."""
+    """`values` with usable strides for empty tensors, which `check` lets have any; `values` itself where nothing changes."""
     changed = {}
     for arg in arguments:
         value = values.get(arg.name)
-        if arg.layout is not Layout.ROWS or not isinstance(value, torch.Tensor) or value.dim() != 2 or value.numel():
+        if arg.layout not in (Layout.ROWS, Layout.DENSE) or not isinstance(value, torch.Tensor) or value.numel():
             continue
-        if value.stride() != (ALIGNMENT, 1):
-            changed[arg.name] = value.as_strided(value.shape, (ALIGNMENT, 1))
+        strides = (ALIGNMENT, 1) if arg.layout is Layout.ROWS and value.dim() == 2 else _dense_strides(value)
+        if value.stride() != strides:
+            changed[arg.name] = value.as_strided(value.shape, strides)
     return {**values, **changed} if changed else values
 
 

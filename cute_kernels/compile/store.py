@@ -151,31 +151,29 @@ class Store:
         for folder, size, _ in entries:
             if total <= limit:
                 break
-            if folder.name != keep:
-                self._discard(folder)
+            if folder.name != keep and self._discard(folder):
                 total, removed = total - size, removed + 1
         return removed
 
     def gc(self, max_age_days: float | None = None) -> int:
         """Apply the size bound, drop entries unused for `max_age_days`, and clear quarantine and leftovers; entries removed."""
+        self.writable()
         removed = self.bound(env.CACHE_MAX_MB.number() * 1e6)
         now = time.time()
         if max_age_days is not None:
             for folder, _, used in list(self.entries()):
                 if now - used > max_age_days * 86400:
-                    self._discard(folder)
-                    removed += 1
+                    removed += self._discard(folder)
         self._sweep(self.quarantine, 0.0)
         self._sweep(self.tmp, _STALE_SECONDS)
         return removed
 
     def clear(self) -> int:
         """Remove every entry; other processes keep what they have loaded. Returns how many entries went."""
-        entries = list(self.entries())
-        for folder, _, _ in entries:
-            self._discard(folder)
+        self.writable()
+        removed = sum(self._discard(folder) for folder, _, _ in list(self.entries()))
         self._sweep(self.quarantine, 0.0)
-        return len(entries)
+        return removed
 
     def _sweep(self, folder: Path, age: float) -> None:
         """Delete what lies in `folder` for at least `age` seconds: leftovers of killed processes, and quarantine."""
@@ -191,14 +189,15 @@ class Store:
                 with contextlib.suppress(OSError):  # another process was first
                     path.unlink()
 
-    def _discard(self, folder: Path) -> None:
-        """Out of sight by one rename, then deleted: a reader sees an entry whole or not at all."""
+    def _discard(self, folder: Path) -> bool:
+        """Out of sight by one rename, then deleted: a reader sees an entry whole or not at all. False if it stays, or went before."""
         grave = self.tmp / f"gone-{uuid.uuid4().hex}"
         try:
             folder.rename(grave)
         except OSError:
-            return  # another process was first
+            return False  # read-only, or another process was first
         shutil.rmtree(grave, ignore_errors=True)
+        return True
 
     def _set_aside(self, folder: Path) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,26 @@ def test_cache_commands(folder: Path) -> None:
     assert "0 kernels removed" in run("cache", "gc", "--max-age-days", "1")
     assert "1 kernels removed" in run("cache", "gc", "--max-age-days", "0")
     cache.ensure(ScaleSpec(Target("sm100", "sm_100a")))
+    assert "1 kernels removed" in run("cache", "clear")
+    assert "0 kernels" in run("cache", "info")
+
+
+def test_cache_commands_on_a_damaged_cache(folder: Path) -> None:
+    """Manifests of any JSON, and a cache of which the entries alone were copied."""
+    cache.ensure(ScaleSpec(Target("sm100", "sm_100a")))
+    [manifest] = folder.rglob("manifest.json")
+    for junk in (
+        "{}",
+        "[]",
+        "null",
+        '{"spec": 3}',
+        '{"spec": {"operation": 1}}',
+        '{"spec": {"operation": [], "family": 0, "gpu_arch": 1}}',
+        "{",
+    ):
+        manifest.write_text(junk)
+        assert "1 kernels" in run("cache", "info")
+    shutil.rmtree(folder / "tmp")
     assert "1 kernels removed" in run("cache", "clear")
     assert "0 kernels" in run("cache", "info")
 

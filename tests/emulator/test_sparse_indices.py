@@ -172,7 +172,10 @@ def test_empty_tables_may_have_any_strides(target: Target, shape: tuple[int, int
     for strides in ((1, 1), (0, 0), (3, 2)):
         ids = torch.empty(shape, dtype=torch.int32).as_strided(shape, strides)
         nothing = case.compressed_block_table[:, :0].as_strided((1, 0), strides)
-        for changes in ({"ids": ids}, {"ids": ids, "compressed_block_table": nothing}, {"window_block_table": nothing}):
+        no_request = torch.empty(0, dtype=torch.int32).as_strided((0,), strides[:1])
+        no_slot, tables = no_request.long().as_strided((0,), strides[:1]), {"ids": ids, "compressed_block_table": nothing}
+        padding: list[dict[str, Any]] = [{"token_to_req": no_request}, {"slots": no_slot}, {"positions": no_slot, "num_rows": 8}]
+        for changes in ({"ids": ids}, tables, {"window_block_table": nothing}, *padding):
             odd = dataclasses.replace(case, **changes)
             with emulated(target):
                 require_reference(odd, ops.sparse_indices(*odd.args(), **odd.kwargs()))
