@@ -235,7 +235,7 @@ def machine() -> Iterator[str]:
     yield f"{datetime.datetime.now(datetime.timezone.utc):%Y-%m-%dT%H:%MZ}, commit {commit}"
     yield _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
     yield f"python {platform.python_version()} torch {torch.__version__} cuda {torch.version.cuda}"
-    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton"):
+    for package in ("nvidia-cutlass-dsl", "apache-tvm-ffi", "triton", "vllm"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             yield f"{package} {metadata.version(package)}"
 

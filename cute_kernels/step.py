@@ -55,8 +55,8 @@ class StepMetadata(Held):
     Rows are ordered by request. Decode rows are those of the leading requests with at most `decode_query_len` query rows;
     all later rows are prefill rows. With `uniform_decodes` the leading requests must also have one and the same query length,
     that of the first of them; requests without a row, which pad a captured batch, count as decodes. Every device tensor lives
-    in a buffer allocated once, and `update` writes into these buffers without allocating or synchronising, so a CUDA graph
-    captured over them stays valid. Exact sequence lengths are kept on the device only.
+    in a buffer allocated once, and `update` writes into these buffers without synchronising, so a CUDA graph captured over
+    them stays valid. Exact sequence lengths are kept on the device only.
 
     num_requests, num_tokens              requests R and rows T of this step
     query_start_loc                       int32 [R + 1] on the device: request r owns rows [r], [r + 1)

@@ -116,7 +116,7 @@ def cuda_tool(name: str) -> Path:
             return Path(str(entry.locate()))
     found = shutil.which(name)
     if found is None:
-        raise CompileError(f"{name} is not installed", hint="pip install 'cute-kernels[inspect]'")
+        raise CompileError(f"{name} is not installed", hint="pip install '.[inspect]' in a checkout, or a CUDA toolkit on PATH")
     return Path(found)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -391,6 +392,14 @@ def test_wrong_calls():
         StepTables.of(step, four.window_table, PAGE_ROWS, ratio=4, compressed_block_table=four.compressed_table, compressed_page_rows=16)
     with pytest.raises(ck.InvalidArgument, match=r"tables.state_slots(?s:.*)StepTables.of\(..., ratio=4"):
         four.layer(step, one.tables(step), **rows)
+    tables = four.tables(step)
+    for place, name in enumerate(("window_page_rows", "compressed_page_rows", "state_block_rows")):
+        sizes = list(tables.page_rows)
+        sizes[place] *= 2
+        wrong = dataclasses.replace(tables, page_rows=tuple(sizes))
+        with pytest.raises(ck.InvalidArgument, match=f"(?s){name}: got {sizes[place]}.*{sizes[place] // 2}"):
+            four.layer(step, wrong, **rows)
+    one.layer(step, tables, **{**rows, "kv_score": None, "ids": None})  # its window pool alone has to fit
 
 
 def test_wrong_tables():
