@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import platform
@@ -191,14 +192,7 @@ def cache_info() -> None:
         soft_wrap=True,
     )
     table = Table("operation", "target", "kernels", box=None, pad_edge=False)
-    groups: dict[tuple[str, str], int] = {}
-    for manifest in disk.manifests():
-        try:
-            fields = manifest["spec"]
-            group = (str(fields["operation"]), f"{fields['family']}:{fields['gpu_arch']}")
-        except (KeyError, TypeError):
-            group = ("unreadable manifest", "")  # built again when its kernel is asked for
-        groups[group] = groups.get(group, 0) + 1
+    groups = collections.Counter(disk.kinds())
     for (operation, target), count in sorted(groups.items()):
         table.add_row(operation, target, str(count))
     if groups:

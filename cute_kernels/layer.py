@@ -117,8 +117,8 @@ class StepTables(Held):
     state_block_table       int32 [R, columns]     blocks of the compressor's state pool
     state_slots             int64 [T]              where a row is saved there; negative: padding row
     width                   columns of the compressed part where fewer than `LayerSpec.width` are enough for this step
-    page_rows               rows of a window page, of a compressed page and of a state block that the slots were made for, 0 where there
-                            are none; a layer refuses others than its pools have. None: not known
+    page_rows               rows of a window page, of a compressed page and of a state block that the slots were made for, 0 where none
+                            were; a layer refuses others than its pools have. None: not known
     """
 
     window_block_table: torch.Tensor
@@ -154,7 +154,8 @@ class StepTables(Held):
         validate.layer_ratio(ratio)
         validate.integer("window_page_rows", window_page_rows, 1)
         slots = slot_mapping(step, window_block_table, window_page_rows, name="window_block_table")
-        tables = StepTables(window_block_table, slots, width=width, page_rows=(window_page_rows, 0, 0))
+        page_rows = (window_page_rows, compressed_page_rows, state_block_rows)
+        tables = StepTables(window_block_table, slots, width=width, page_rows=page_rows)
         if ratio == 1:
             return tables
         if compressed_block_table is None or state_block_table is None:
@@ -165,11 +166,7 @@ class StepTables(Held):
         tables.compressed_block_table, tables.state_block_table = compressed_block_table, state_block_table
         tables.kv_slots = slot_mapping(step, compressed_block_table, compressed_page_rows, ratio=ratio, name="compressed_block_table")
         tables.state_slots = slot_mapping(step, state_block_table, state_block_rows, name="state_block_table")
-        tables.page_rows = (window_page_rows, compressed_page_rows, state_block_rows)
         return tables
-
-
-_CACHES = {"sm100": "bf16 or e4m3 [pages, rows, 512]", "sm120": "uint8 [pages, rows, 584]"}
 
 
 class SparseMLA(Held):
@@ -221,7 +218,7 @@ class SparseMLA(Held):
         self.swa_cache, self.kv_cache, self.state, self.ape = swa_cache, kv_cache, state, ape
         self.window = PoolGeometry.of(swa_cache, "swa_cache")
         self.compressed = None if kv_cache is None else PoolGeometry.of(kv_cache)
-        self._page_rows = (self.window.page_rows, *(0 if pool is None else pool.shape[1] for pool in (kv_cache, state)))
+        self._page_rows = tuple(0 if pool is None else pool.shape[1] for pool in (swa_cache, kv_cache, state))
         self.sinks = None if sinks is None else self._padded_sinks(sinks)
         self._compress = None
         self._takes_scratch = self.target is not None and any(kernel.takes_scratch for kernel in spec.specs(self.target))
@@ -262,18 +259,19 @@ class SparseMLA(Held):
             hint = "the spec's kv_cache_dtype chooses among them"
             if found not in formats_of(mine):
                 other = "sm120" if mine == "sm100" else "sm100"
-                hint = f"these rows are the {other.upper()} family's, on CPU tensors with target={other!r}; here caches are {_CACHES[mine]}"
+                hint = f"these rows are the {other.upper()} family's, on CPU tensors with target={other!r}; here caches are "
+                hint += " or ".join(f"{kind.dtype} [pages, rows, {kind.row_elements}]" for kind in formats_of(mine))
             raise InvalidArgument(name, f"{found.name} rows", wanted, hint=hint)
 
     def _require_page_rows(self, tables: StepTables) -> None:
+        """Slots that were made for pages of another size would name other rows."""
         if tables.page_rows is None or tables.page_rows == self._page_rows:
             return
         names = ("window_page_rows", "compressed_page_rows", "state_block_rows")
         for name, given, mine in zip(names, tables.page_rows, self._page_rows, strict=True):
             if mine and given and given != mine:
-                raise InvalidArgument(
-                    f"tables.page_rows: {name}", given, f"{mine}, as this layer's pool has", hint=f"StepTables.of(..., {name}={mine})"
-                )
+                hint = f"StepTables.of(..., {name}={mine}), as this layer's pool has"
+                raise InvalidArgument("tables.page_rows", f"{name}={given}", f"{name}={mine}", hint=hint)
 
     def _padded_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
         device = self.swa_cache.device
@@ -321,7 +319,6 @@ class SparseMLA(Held):
             return layer_op.call(self, step, tables, q, kv, kv_score, ids, out, workspace, counters)
         if validate.tensor("q", q).dim() != 3 or q.shape[1] != self.spec.num_heads:
             raise InvalidArgument("q", f"shape {list(q.shape)}", f"[{step.num_tokens}, {self.spec.num_heads}, {HEAD_DIM}]")
-        self._require_page_rows(tables)
         # The compressor's launch waits for all in front of it; the others touch other memory than it and each other, so they run
         # beside it: state pool and compressed rows, index tables, window rows and q.
         beside = self.compress(step, tables, kv_score)
@@ -349,6 +346,7 @@ class SparseMLA(Held):
 
     def compress(self, step: StepMetadata, tables: StepTables, kv_score: torch.Tensor | None) -> bool:
         """The layer's `compress_store`; nothing for a window-only layer. Returns whether launches may run beside its own."""
+        self._require_page_rows(tables)
         if self._compress is None:
             if kv_score is not None:
                 raise InvalidArgument("kv_score", f"a {type(kv_score).__name__}", "None for a window-only layer (ratio 1)")
@@ -375,6 +373,7 @@ class SparseMLA(Held):
 
         independent  as for `sparse_indices`
         """
+        self._require_page_rows(tables)
         source = self._source(ids)
         if isinstance(ids, torch.Tensor):
             return self._build(step, tables, ids, source, (max(ids.shape[-1], 1) + 3) // 4 * 4, "per layer", independent)

@@ -16,11 +16,14 @@ from cute_kernels.step import StepMetadata
 
 def require_values(name: str, values: torch.Tensor, where: torch.Tensor, low: int | torch.Tensor, high: int | torch.Tensor) -> None:
     """Refuses the first of `values[where]` outside [low, high)."""
-    bad = where & ((values < low) | (values >= high))
-    if bool(bad.any()):
-        at = tuple(int(i) for i in bad.nonzero()[0])
+    if (at := _first(where & ((values < low) | (values >= high)))) is not None:
         least, limit = (bound if isinstance(bound, int) else int(bound.expand_as(values)[at]) for bound in (low, high))
         raise InvalidArgument(name, f"{int(values[at])} at {list(at)}", f"a value in [{least}, {limit})")
+
+
+def _first(bad: torch.Tensor) -> tuple[int, ...] | None:
+    """Where `bad` first holds."""
+    return tuple(bad.nonzero()[0].tolist()) if bool(bad.any()) else None
 
 
 def compress_store(a: Mapping[str, Any]) -> None:
@@ -34,11 +37,9 @@ def compress_store(a: Mapping[str, Any]) -> None:
     require_values("positions", a["positions"][:rows], real, 0, a["cos_sin"].shape[0])
     require_values("token_to_req", a["token_to_req"][:rows], real, 0, a["state_block_table"].shape[0])
     require_values("kv_slots", a["kv_slots"][:rows], real & (a["kv_slots"][:rows] != -1), 0, geometry.slots)
-    if a["ape"] is not None and not bool(a["ape"].isfinite().all()):
-        at = (~a["ape"].isfinite()).nonzero()[0].tolist()
-        raise InvalidArgument(
-            "ape", f"{float(a['ape'][tuple(at)])} at {at}", "finite values", hint="kernels multiply them by 0 for older rows"
-        )
+    ape = a["ape"]
+    if ape is not None and (at := _first(~ape.isfinite())) is not None:
+        raise InvalidArgument("ape", f"{float(ape[at])} at {list(at)}", "finite values", hint="kernels multiply them by 0 for older rows")
     if a["seq_lens"] is not None:
         require_values("seq_lens", a["seq_lens"], torch.ones_like(a["seq_lens"], dtype=torch.bool), 0, 2**31 - 1)
     if a["scratch"] is not None and a["ratio"] == 128 and not a["independent"]:  # other launches do not look at it

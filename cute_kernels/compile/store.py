@@ -129,13 +129,15 @@ class Store:
             except OSError:
                 continue  # removed by another process meanwhile
 
-    def manifests(self) -> Iterator[dict[str, Any]]:
-        """The manifest of every entry that has a readable one."""
+    def kinds(self) -> Iterator[tuple[str, str]]:
+        """Operation and target of every entry whose manifest says so."""
         for folder, _, _ in self.entries():
             try:
-                yield json.loads((folder / MANIFEST).read_bytes())
-            except (OSError, ValueError):
+                fields = json.loads((folder / MANIFEST).read_bytes())["spec"]
+                kind = (str(fields["operation"]), f"{fields['family']}:{fields['gpu_arch']}")
+            except (OSError, ValueError, LookupError, TypeError):
                 continue
+            yield kind
 
     def usage(self) -> Usage:
         """Entries, their bytes, and entries in quarantine."""
@@ -157,7 +159,6 @@ class Store:
 
     def gc(self, max_age_days: float | None = None) -> int:
         """Apply the size bound, drop entries unused for `max_age_days`, and clear quarantine and leftovers; entries removed."""
-        self.writable()
         removed = self.bound(env.CACHE_MAX_MB.number() * 1e6)
         now = time.time()
         if max_age_days is not None:
@@ -170,7 +171,6 @@ class Store:
 
     def clear(self) -> int:
         """Remove every entry; other processes keep what they have loaded. Returns how many entries went."""
-        self.writable()
         removed = sum(self._discard(folder) for folder, _, _ in list(self.entries()))
         self._sweep(self.quarantine, 0.0)
         return removed
@@ -193,6 +193,7 @@ class Store:
         """Out of sight by one rename, then deleted: a reader sees an entry whole or not at all. False if it stays, or went before."""
         grave = self.tmp / f"gone-{uuid.uuid4().hex}"
         try:
+            self.tmp.mkdir(mode=0o700, exist_ok=True)
             folder.rename(grave)
         except OSError:
             return False  # read-only, or another process was first

@@ -121,6 +121,10 @@ class CompressKernel:
         t = self.plan.row_of(dealt.team, i, dealt.deal, dealt.bits, self.splitter.remainder)
         return cutlass.select_(dealt.first < 0, t, dealt.first + i) if self.plan.short else t
 
+    def own_rows(self, dealt: Dealt, share: splitters.Share) -> Int32:
+        """The most rows of a team's that one of its blocks takes."""
+        return (dealt.rows + ((1 << share.shift) - 1)) >> share.shift
+
     def row_limit(self, mA: Arguments) -> Int32:
         """Rows that every per-row tensor has; those behind are padding."""
         limit = cutlass.min(memory.extent(mA.state_slots), memory.extent(mA.positions))
@@ -212,6 +216,10 @@ class CompressKernel:
                 times[q] = self.row_of(dealt, start + WARP * (plan.looks + q) + lane)
         ring.end(shared.ring, n, lane)
 
+    def score_address(self, mA: Arguments, t: Int32) -> Int64:
+        """Byte address of row t of `kv_score`."""
+        return memory.base_address(mA.kv_score) + Int64(t) * memory.byte_stride(mA.kv_score, 0)
+
     def state_address(self, mA: Arguments, block: Int64, offset: Int64) -> Int64:
         """Byte address of a state row."""
         return memory.base_address(mA.state) + block * memory.byte_stride(mA.state, 0) + offset * memory.byte_stride(mA.state, 1)
@@ -253,7 +261,7 @@ class CompressKernel:
                 if from_step & (slot < self.state_rows(mA)) & (not excluded):
                     goal = self.slot_address(mA, by_state_rows, slot) + plan.half(k) * 4
             if from_step:
-                address = memory.base_address(mA.kv_score) + Int64(source) * memory.byte_stride(mA.kv_score, 0) + STEP_ROW
+                address = self.score_address(mA, source) + STEP_ROW
         if not from_step:
             page = cutlass.select_(memory.in_range(entry, memory.extent(mA.state)), entry, Int32(0))
             address = self.state_address(mA, Int64(page), Int64(p - table_column * Int32(mA.state.shape[1])))
@@ -270,7 +278,7 @@ class CompressKernel:
         """
         plan, block = self.plan, Int32(cute.arch.block_idx()[0])
         lines = cutlass.const_expr(2 * plan.width * 4 // memory.LINE)  # of a row
-        own = (dealt.rows + ((1 << share.shift) - 1)) >> share.shift
+        own = self.own_rows(dealt, share)
         count = cutlass.min(own, Int32(plan.pooling // lines))
         row = tid // lines
         first = block * (own if plan.ratio == 128 else count)
@@ -281,7 +289,7 @@ class CompressKernel:
             slot = Int64(mA.state_slots[t])
             if memory.in_range(slot, self.state_rows(mA)):
                 if cutlass.const_expr(mA.kv_score is not None):
-                    address = memory.base_address(mA.kv_score) + Int64(t) * memory.byte_stride(mA.kv_score, 0)
+                    address = self.score_address(mA, t)
                 else:
                     address = self.slot_address(mA, by_state_rows, slot)
                 memory.prefetch_line(address + Int64(tid % lines * memory.LINE))
@@ -431,8 +439,7 @@ class CompressKernel:
         pieces = cutlass.const_expr(plan.width // columns // WARP)
         limit = self.row_limit(mA)
         pdl.begin(self.pdl, mA.independent)
-        blocks = 1 << share.shift
-        for start in cutlass.range(0, (dealt.rows + (blocks - 1)) >> share.shift, WARP, unroll=1):
+        for start in cutlass.range(0, self.own_rows(dealt, share), WARP, unroll=1):
             i = ((start + lane) << share.shift) + share.rank
             t = self.row_of(dealt, i)
             target, place = Int64(0), Int32(0)
@@ -447,7 +454,7 @@ class CompressKernel:
                     if saved:
                         target = self.slot_address(mA, by_state_rows, slot)
                         place = Int32(position) & (plan.ratio - 1)
-            source = memory.base_address(mA.kv_score) + Int64(t) * memory.byte_stride(mA.kv_score, 0)
+            source = self.score_address(mA, t)
             mask = Int32(cute.arch.vote_ballot_sync(target != 0))
             nth, done = cute.arch.popc(mask & ((Int32(1) << lane) - 1)), Int32(0)
             if (target != 0) & (nth < AHEAD):

@@ -78,8 +78,15 @@ class Plan:
     @property
     def ring(self) -> WindowRing:
         """The ring of stages between them."""
-        whole, scores = self.ratio != 4, self.saver
-        return WindowRing(self.batch, self.slots, self.pooling, whole, scores, goals=self.on_the_way, streaming=self.streaming)
+        return WindowRing(
+            rows=self.batch,
+            slots=self.slots,
+            readers=self.pooling,
+            whole=self.ratio != 4,
+            scores=self.saver,
+            goals=self.on_the_way,
+            streaming=self.streaming,
+        )
 
     def half(self, row):
         """First column that a window row contributes. Ratio 4: the older group its first 512 columns, the closing group its second."""

@@ -57,6 +57,13 @@ def fma_pair(a: tuple, b: tuple, c: tuple) -> tuple[Float32, Float32]:
     return tuple(Float32(vector.extract(result, dynamic_position=[], static_position=[i])) for i in range(2))
 
 
+def add_pair(a: tuple, b: tuple) -> tuple[Float32, Float32]:
+    """a + b of two fp32 values each, likewise."""
+    kind = ir.VectorType.get([2], Float32.mlir_type)
+    result = arith.addf(*(vector.from_elements(kind, [x.ir_value() for x in pair]) for pair in (a, b)))
+    return tuple(Float32(vector.extract(result, dynamic_position=[], static_position=[i])) for i in range(2))
+
+
 def product(a: Float32, b: Float32) -> Float32:
     """a * b, rounded by itself: the compiler fuses a `*` whose result is added to something into one multiply-add, this never."""
     return Float32(llvm.inline_asm(Float32.mlir_type, [a.ir_value(), b.ir_value()], "mul.rn.f32 $0, $1, $2;", "=f,f,f"))

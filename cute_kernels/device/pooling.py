@@ -59,8 +59,7 @@ def add_rows(partial: Partial, values: cute.Tensor, logits: cute.Tensor, first: 
     Columns go in pairs: GPUs with packed fp32 arithmetic take one instruction for both.
     """
     columns, rows = values.shape
-    # A weight is added as w * 1 + weight, which is exact: one packed instruction.
-    ones, scale = (Float32(1.0),) * 2, (Float32(LOG2_E),) * 2
+    scale = (Float32(LOG2_E),) * 2
     for c in range(0, columns, 2):
         peaks = [largest([logits[i, k] for k in range(rows)]) * LOG2_E for i in (c, c + 1)]
         if not first:
@@ -77,7 +76,7 @@ def add_rows(partial: Partial, values: cute.Tensor, logits: cute.Tensor, first: 
             if first and k == 0:
                 weight, product = w, (w[0] * row[0], w[1] * row[1])
             else:
-                weight, product = convert.fma_pair(w, ones, weight), convert.fma_pair(w, row, product)
+                weight, product = convert.add_pair(w, weight), convert.fma_pair(w, row, product)
         for i in range(2):
             partial.peak[c + i], partial.weight[c + i], partial.product[c + i] = peaks[i], weight[i], product[i]
 

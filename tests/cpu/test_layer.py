@@ -397,8 +397,11 @@ def test_wrong_calls():
         sizes = list(tables.page_rows)
         sizes[place] *= 2
         wrong = dataclasses.replace(tables, page_rows=tuple(sizes))
-        with pytest.raises(ck.InvalidArgument, match=f"(?s){name}: got {sizes[place]}.*{sizes[place] // 2}"):
+        with pytest.raises(ck.InvalidArgument, match=f"^tables.page_rows: got {name}={sizes[place]}, expected {name}={sizes[place] // 2}"):
             four.layer(step, wrong, **rows)
+        for part, given in ((four.layer.compress, rows["kv_score"]), (four.layer.indices, rows["ids"])):
+            with pytest.raises(ck.InvalidArgument, match=f"{name}="):
+                part(step, wrong, given)
     one.layer(step, tables, **{**rows, "kv_score": None, "ids": None})  # its window pool alone has to fit
 
 

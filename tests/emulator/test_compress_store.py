@@ -20,7 +20,7 @@ from cute_kernels.scratch import COUNTERS, PART, TURNS, WORDS, compress_scratch
 from cute_kernels.target import Target
 from ptx_emulator import FOREIGN, UNWRITTEN, Memory
 from tests.emulator.emulated import Coverage, at_alignment, emulated, prepare, sparse
-from tests.support.compress import CompressCase, cancelling, lengthened, make_compress_case
+from tests.support.compress import MANY_REQUESTS, CompressCase, cancelling, lengthened, make_compress_case
 from tests.support.compress_check import check_compress, expected
 from tests.support.compress_plan import crowded, plan_of, split_of
 from tests.support.pools import owned_bytes
@@ -202,8 +202,7 @@ def test_bytes_do_not_depend_on_the_length_of_the_step(target: Target) -> None:
     """However many blocks share a window: the sums have one order."""
     kv_format = FORMATS[target.family][0]
     spec = CompressStoreSpec(target, ratio=128, kv_format=kv_format, save="policy")
-    requests = [Request(0, 130), Request(250, 7), *[Request(5, 1)] * 31]  # so many that a step of 4097 rows closes few windows
-    case = make_compress_case(requests, ratio=128, kv_format=kv_format, save=POLICY, seed=11)
+    case = make_compress_case(MANY_REQUESTS, ratio=128, kv_format=kv_format, save=POLICY, seed=11)
     check_compress(case, run(case, target))
     case = cancelling(case)
     want = run(case, target)
@@ -211,7 +210,7 @@ def test_bytes_do_not_depend_on_the_length_of_the_step(target: Target) -> None:
         assert torch.equal(run(case, target, shared=False).kv_storage, want.kv_storage)
     splits = {split_of(spec, 168)[0]}
     for count in (2049, 4097, 8193, 16385):
-        splits.add(split_of(spec, count, len(requests))[0])
+        splits.add(split_of(spec, count, len(MANY_REQUESTS))[0])
         got = run(lengthened(case, count), target)
         assert torch.equal(got.kv_storage, want.kv_storage)
         assert np.array_equal(got.state_storage.numpy().view(np.int32), want.state_storage.numpy().view(np.int32))

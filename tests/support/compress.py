@@ -112,6 +112,10 @@ class CompressCase:
         return self._map(lambda x: move_with_strides(x, device))
 
 
+# With so many requests a step of 4097 rows is one of which few windows close.
+MANY_REQUESTS = [Request(0, 130), Request(250, 7), *[Request(5, 1)] * 31]
+
+
 def cancelling(case: CompressCase) -> CompressCase:
     """A case of ratio 128 whose first rows make a window, of which all now weigh the same and nearly cancel: any other order of the sums
     gives other bytes."""
