@@ -13,7 +13,6 @@ from cute_kernels.device.window_ring import WindowRing
 from cute_kernels.kv_format import HEAD_DIM
 from cute_kernels.save_policy import overlap
 
-LONG = 48  # rows of a block that make a step a long one
 MIDDLE = (4, 16)  # rows of a block, from and below, that make a step a middle one
 
 
@@ -33,6 +32,7 @@ class Plan:
     deal           teams over which neighbouring units are dealt, and the most there are, where the splitter does not say
     resident       blocks that should fit on an SM at once: bounds the registers
     short          rows of a short block; 0: there are none
+    long           rows of a block that make a step a long one, which has short blocks
     on_the_way     rows are saved by the threads that pool them; the saving warp takes those that the step's windows do not pool whole
     """
 
@@ -48,6 +48,7 @@ class Plan:
     deal: int
     resident: int
     short: int
+    long: int
     on_the_way: bool
 
     @property
@@ -97,7 +98,7 @@ class Plan:
         start where others have ended: SMs do not get equal shares of the memory's bandwidth."""
         if not self.short:
             return row_count
-        return row_count - cutlass.min(row_count // (LONG * self.deal), 1) * (row_count // (16 * self.short) * self.short)
+        return row_count - cutlass.min(row_count // (self.long * self.deal), 1) * (row_count // (16 * self.short) * self.short)
 
     @property
     def fixed_bits(self) -> int | None:
@@ -142,11 +143,11 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
     if spec.ratio == 4:
         return Plan(
             ratio=4, vector=vector, columns=4, batch=8, looks=1, slots=3, saver=spec.scores,
-            unit=1, middle=4, deal=264, resident=2, short=8, on_the_way=every_row,
+            unit=1, middle=4, deal=264, resident=2, short=8, long=48 if every_row else 24, on_the_way=every_row,
         )  # fmt: skip
     return Plan(
         ratio=128, vector=vector, columns=2, batch=4 if every_row else 8, looks=4, slots=4 if every_row else 2, saver=spec.scores,
-        unit=4, middle=4, deal=128, resident=2, short=0, on_the_way=every_row,
+        unit=4, middle=4, deal=128, resident=2, short=0, long=0, on_the_way=every_row,
     )  # fmt: skip
 
 
