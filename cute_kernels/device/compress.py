@@ -110,11 +110,12 @@ class CompressKernel:
         plan, step = self.plan, memory.extent(mA.state_slots)
         short, deal = plan.short, self.splitter.fixed(deal, plan.deal)
         bits = bits if plan.fixed_bits is None else plan.fixed_bits
+        teams = cutlass.min((evenly + ((1 << bits) - 1)) >> bits, deal)
         if not short:
-            return Dealt(team, rows, -1, step, deal, bits)
+            return Dealt(team, rows, -1, step, deal, bits, teams)
         even = team < deal
         first = cutlass.select_(even, Int32(-1), evenly + (team - deal) * short)
-        return Dealt(team, cutlass.select_(even, rows, Int32(short)), first, cutlass.select_(even, evenly, step), deal, bits)
+        return Dealt(team, cutlass.select_(even, rows, Int32(short)), first, cutlass.select_(even, evenly, step), deal, bits, teams)
 
     def row_of(self, dealt: Dealt, i: Int32) -> Int32:
         """The row that a team takes as its i-th."""
@@ -434,16 +435,22 @@ class CompressKernel:
 
     @cute.jit
     def save(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
-        """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition."""
+        """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition.
+
+        A row takes a trip to memory, and often neighbours are saved together, so teams take rows by turns, whoever pools them; short
+        blocks, which are the last to start, take none.
+        """
         plan, columns = self.plan, self.plan.vector
         pieces = cutlass.const_expr(plan.width // columns // WARP)
         limit = self.row_limit(mA)
         pdl.begin(self.pdl, mA.independent)
-        for start in cutlass.range(0, self.own_rows(dealt, share), WARP, unroll=1):
-            i = ((start + lane) << share.shift) + share.rank
-            t = self.row_of(dealt, i)
+        begin, stretch = dealt.team, (WARP * dealt.teams) << share.shift
+        if cutlass.const_expr(plan.short):
+            begin = cutlass.select_(dealt.first < 0, begin, limit)
+        for start in cutlass.range(begin, limit, stretch, unroll=1):
+            t = start + ((lane << share.shift) + share.rank) * dealt.teams
             target, place = Int64(0), Int32(0)
-            if (i < dealt.rows) & (t < cutlass.min(limit, dealt.end)):
+            if t < limit:
                 slot, position, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
                 if self.is_real(mA, slot, position, request) & (slot < self.state_rows(mA)):
                     saved = Boolean(True)

@@ -13,7 +13,7 @@ from cute_kernels.device.window_ring import WindowRing
 from cute_kernels.kv_format import HEAD_DIM
 from cute_kernels.save_policy import overlap
 
-MIDDLE = (4, 16)  # rows of a block, from and below, that make a step a middle one
+MIDDLE = (4, 24)  # rows of a block, from and below, that make a step a middle one
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ class Dealt(NamedTuple):
     end    rows that are dealt evenly, or of the step
     deal   teams over which they are dealt
     bits   log2 of the rows of a unit
+    teams  those that take equally many rows
     """
 
     team: Int32
@@ -168,3 +169,4 @@ class Dealt(NamedTuple):
     end: Any
     deal: Any
     bits: Any
+    teams: Any

@@ -59,7 +59,7 @@ def test_closing_rows_of_a_long_prompt_spread_evenly(spec: CompressStoreSpec) ->
 
 
 @pytest.mark.parametrize("spec", [s for s in specs() if s.values[0].ratio == 4])
-@pytest.mark.parametrize("count", [1056, 2048, 4208])
+@pytest.mark.parametrize("count", [1056, 2048, 4208, 6000])
 def test_no_block_of_a_middle_step_has_more_windows_than_need_be(spec: CompressStoreSpec, count: int) -> None:
     """Four prompts, which begin at different places of a group: dealt singly, some block would have one more."""
     (_, deal), each, starts = split_of(spec, count), count // 4, (0, 1026, 515, 2048)

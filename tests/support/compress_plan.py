@@ -36,14 +36,14 @@ def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
 
 
 def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
-    """Three teams with nine rows each, every one of which closes a ratio-4 window; the rows of all other teams are padding.
+    """Three teams with nine rows each to pool, and one block with four to save; all of these close a ratio-4 window, others are padding.
 
     More windows than a ring has stages, and more rows than a block saves together. (None closes a window of ratio 128, which has many
     stages by itself: there rows are saved only.)
     """
-    plan, (_, deal) = plan_of(spec), split_of(spec, 1)
+    plan, (blocks, deal) = plan_of(spec), split_of(spec, 1)
     bits = plan.unit_bits(9 * deal, deal)
-    rows = {plan.row_of(team, i, deal, bits) for team in range(3) for i in range(9)}
+    rows = {plan.row_of(team, i, deal, bits) for team in range(3) for i in range(9)} | {i * deal * blocks for i in range(4)}
     count = max(rows) + 1
     assert split_of(spec, count)[1] == deal and plan.unit_bits(count, deal) == bits
     case = make_compress_case([Request(4 * (k % 5) + 3, 1) for k in range(count)], seed=9, **options)
