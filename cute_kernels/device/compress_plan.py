@@ -121,9 +121,11 @@ class Plan:
 
     def row_of(self, team: Int32, i: Int32, deal: Int32, bits, remainder=operator.mod) -> Int32:
         """The row that a team takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
-        on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different teams."""
+        on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different teams. Where a window has the
+        rows of several turns, the next one after so many: a prompt's windows go to one team after another."""
         turn = i >> bits
-        return ((turn * deal + remainder(team + turn, deal)) << bits) + (i & ((1 << bits) - 1))
+        moved = turn if self.ratio == 4 else cutlass.min(turn, (turn * deal << bits) >> (self.ratio.bit_length() - 1))
+        return ((turn * deal + remainder(team + moved, deal)) << bits) + (i & ((1 << bits) - 1))
 
     def teams(self, row_count: Int32, deal: Int32) -> Int32:
         """Teams for a step of `row_count` rows (host)."""

@@ -11,7 +11,7 @@ from cute_kernels.device.row_writers import PackedRow
 from cute_kernels.device.scratch_split import RowScratch
 
 # Blocks that share a window, and teams of them, by the most rows of a step: few windows are spread over many blocks.
-STEPS = ((1024, 8, 16), (4096, 4, 32), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256))
+STEPS = ((2048, 8, 16), (4096, 4, 32), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256))
 
 
 def packed_writer(arguments: Arguments) -> PackedRow:

@@ -52,10 +52,19 @@ def test_long_steps_end_in_short_blocks(spec: CompressStoreSpec, count: int) -> 
 
 @pytest.mark.parametrize("spec", specs())
 def test_closing_rows_of_a_long_prompt_spread_evenly(spec: CompressStoreSpec) -> None:
-    _, deal = split_of(spec, 8192)
+    (_, deal), of = split_of(spec, 8192), dealt(spec, 8192)
     for first in range(0, spec.ratio, max(1, spec.ratio // 8)):
-        closing = [sum((first + t + 1) % spec.ratio == 0 for t in rows) for rows in dealt(spec, 8192)]
+        closing = [sum((first + t + 1) % spec.ratio == 0 for t in rows) for rows in of]
         assert max(closing) <= -(-8192 // spec.ratio // deal) + 1
+
+
+@pytest.mark.parametrize("spec", [s for s in specs() if s.values[0].ratio == 128])
+@pytest.mark.parametrize("count", [640, 1024, 1536, 2048, 4096, 8192, 16384])
+def test_windows_of_a_prompt_go_to_one_team_after_another(spec: CompressStoreSpec, count: int) -> None:
+    (_, deal), of = split_of(spec, count), dealt(spec, count)
+    for first in range(0, spec.ratio, 9):
+        closing = [sum((first + t + 1) % spec.ratio == 0 for t in rows) for rows in of]
+        assert max(closing) == -(-count // spec.ratio // deal), first
 
 
 @pytest.mark.parametrize("spec", [s for s in specs() if s.values[0].ratio == 4])
