@@ -36,7 +36,7 @@ _DTYPES = {
     "torch.bfloat16": (4, 16),
     "torch.float8_e4m3fn": (10, 8),
 }
-_CLUSTER, _PDL = 4, 6  # cudaLaunchAttributeID
+_CLUSTER, _PLACING, _PDL = 4, 5, 6  # cudaLaunchAttributeID
 
 
 class _Config(ctypes.Structure):
@@ -77,13 +77,14 @@ class Settings:
 
 @dataclass
 class LaunchRecord:
-    """The launch the host code asked for."""
+    """The launch the host code asked for. placing: of clusters, a cudaClusterSchedulingPolicy."""
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     dynamic_shared: int
     pdl: bool
+    placing: int
 
 
 @dataclass
@@ -157,12 +158,14 @@ class EmulatedKernel:
         program = self.programs.get(kernel)
         if program is None:
             raise LaunchError(f"the object launches {kernel}, its PTX holds {', '.join(self.programs)}")
-        cluster, pdl = None, False
+        cluster, placing, pdl = None, 0, False
         table = ctypes.cast(config.attributes, ctypes.POINTER(_Attribute))
         for i in range(config.attribute_count):
             if table[i].id == _CLUSTER:
                 x, y, z = table[i].value[:3]
                 cluster = (x, y, z)
+            elif table[i].id == _PLACING:
+                placing = table[i].value[0]
             elif table[i].id == _PDL:
                 pdl = bool(table[i].value[0])
         buffer = bytearray(program.kernel.parameter_bytes)
@@ -175,7 +178,7 @@ class EmulatedKernel:
         settings = self.settings
         if settings.prepare:
             settings.prepare(self.name, memory, self._arguments)
-        record = LaunchRecord(tuple(config.grid), tuple(config.block), cluster or (1, 1, 1), config.dynamic_shared, pdl)
+        record = LaunchRecord(tuple(config.grid), tuple(config.block), cluster or (1, 1, 1), config.dynamic_shared, pdl, placing)
         self.launches.append(record)
         result = run_ptx(
             program,

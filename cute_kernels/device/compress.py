@@ -66,6 +66,7 @@ class CompressKernel:
             use_pdl=self.pdl,
             **self.splitter.launch_options(blocks),
         )
+        self.splitter.launched()
 
     @cute.kernel
     def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, bits: Int32, by_state_rows: Divisor, shift: Int32 | None):

@@ -89,6 +89,22 @@ def test_bad_arguments_are_refused_by_the_host_code_of_the_kernel(target: str) -
                 ops.compress_store(*arguments, **case.kwargs())
 
 
+def test_clusters_of_four_are_placed_evenly_and_others_as_by_default() -> None:
+    """cudaLaunchAttributeClusterSchedulingPolicyPreference of the steps that are split by two, four and eight; all rows are padding."""
+    from cute_kernels.compile import cache
+    from cute_kernels.compile.spec import CompressStoreSpec
+
+    placed = {}
+    for rows in (300, 1600, 4100):
+        case = make_compress_case([Request(0, rows)], ratio=128, kv_format="bf16")
+        case.state_slots.fill_(-1)
+        with emulated("sm_100a"):
+            ops.compress_store(*case.args(), **case.kwargs())
+            record = cache.get(CompressStoreSpec(Target("sm100", "sm_100a"), 32, ratio=128)).launches[-1]  # type: ignore[attr-defined]
+        placed[record.cluster[0]] = record.placing
+    assert placed == {8: 0, 4: 2, 2: 0}
+
+
 def test_launch_configuration_is_that_of_the_product() -> None:
     """Grid, cluster, programmatic dependent launch and shared memory as the compiled host code asks for them."""
     from cute_kernels.compile import cache, loader
