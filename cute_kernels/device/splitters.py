@@ -20,6 +20,9 @@ from cute_kernels.device import WARP, convert, memory, pooling
 from cute_kernels.kv_format import HEAD_DIM
 
 SUMS = 8  # of squares, of 64 columns each, that are added after shuffles
+# Blocks that share a window, and teams of them, by the most rows of a step, ascending, the last one for longer steps, too: few windows are
+# spread over many blocks. Chosen by prompts of any length: those that end with a window fall on teams more evenly than others.
+STEPS = ((1024, 8, 16), (2560, 4, 32), (4096, 4, 64), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256))
 FEW_WINDOWS = (8192, 4, 32)  # where few windows close: most rows of a step, least blocks that share a window, teams of them
 LEVELS = 3  # of the tree that folds the results of a window's chunks
 
@@ -143,11 +146,10 @@ class OneBlock(Alike):
 class Tree:
     """A window's chunks folded as a tree, whose subtrees blocks have, as many as the step's row count asks for. One group of threads pools.
 
-    columns: of a thread. steps: (most rows of the step, blocks, teams), ascending; the last one serves longer steps, too.
+    columns: of a thread.
     """
 
     columns: int
-    steps: tuple
     chunks = 1 << LEVELS
 
     @property
@@ -165,8 +167,8 @@ class Tree:
     def choose(self, row_count: Int32, deal: int, arguments):
         """A step of many requests, with less than a window's rows of each, is one of decoding, or a captured graph that is mostly padding:
         as few windows may close as in a short step."""
-        blocks, teams = (Int32(n) for n in self.steps[-1][1:])
-        for most, some, many in reversed(self.steps[:-1]):
+        blocks, teams = (Int32(n) for n in STEPS[-1][1:])
+        for most, some, many in reversed(STEPS[:-1]):
             blocks = cutlass.select_(row_count <= most, Int32(some), blocks)
             teams = cutlass.select_(row_count <= most, Int32(many), teams)
         most, some, many = FEW_WINDOWS
@@ -176,7 +178,7 @@ class Tree:
     @property
     def splits(self) -> list[tuple[int, int]]:
         """Blocks and teams that a launch may have."""
-        return [split[1:] for split in (FEW_WINDOWS, *self.steps)]
+        return [split[1:] for split in (FEW_WINDOWS, *STEPS)]
 
     def levels(self) -> int:
         """Of the tree, that lie in a block of the smallest teams."""

@@ -9,9 +9,6 @@ from cute_kernels.device.compress_arguments import Arguments, fake_arguments
 from cute_kernels.device.compress_plan import plan_of
 from cute_kernels.device.row_writers import Bf16Row, Fp8Row
 
-# Blocks that share a window, and teams of them, by the most rows of a step: few windows are spread over many blocks.
-STEPS = ((1536, 8, 16), (2048, 4, 32), (4096, 4, 64), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256))
-
 
 def bf16_writer(arguments: Arguments) -> Bf16Row:
     return Bf16Row()
@@ -24,7 +21,7 @@ def fp8_writer(arguments: Arguments) -> Fp8Row:
 def splitter_of(spec: CompressStoreSpec) -> Any:
     if spec.ratio == 4:
         return splitters.OneBlock(plan_of(spec).columns)
-    return splitters.RowCluster(plan_of(spec).columns, STEPS)
+    return splitters.RowCluster(plan_of(spec).columns)
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:

@@ -10,9 +10,6 @@ from cute_kernels.device.compress_plan import plan_of
 from cute_kernels.device.row_writers import PackedRow
 from cute_kernels.device.scratch_split import RowScratch
 
-# Blocks that share a window, and teams of them, by the most rows of a step: few windows are spread over many blocks.
-STEPS = ((2048, 8, 16), (4096, 4, 32), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256))
-
 
 def packed_writer(arguments: Arguments) -> PackedRow:
     return PackedRow(clamp="scale")
@@ -21,7 +18,7 @@ def packed_writer(arguments: Arguments) -> PackedRow:
 def splitter_of(spec: CompressStoreSpec) -> Any:
     if spec.ratio == 4:
         return splitters.OneBlock(plan_of(spec).columns)
-    return RowScratch(plan_of(spec).columns, STEPS)
+    return RowScratch(plan_of(spec).columns)
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:

@@ -209,7 +209,7 @@ def test_bytes_do_not_depend_on_the_length_of_the_step(target: Target) -> None:
     if target.family == "sm120":
         assert torch.equal(run(case, target, shared=False).kv_storage, want.kv_storage)
     splits = {split_of(spec, 168)[0]}
-    for count in (2049, 4097, 8193, 16385):
+    for count in (2561, 4097, 8193, 16385):
         splits.add(split_of(spec, count, len(MANY_REQUESTS))[0])
         got = run(lengthened(case, count), target)
         assert torch.equal(got.kv_storage, want.kv_storage)

@@ -1,5 +1,4 @@
-"""The plan and the splitter of a `compress_store` spec, as the family's module makes them, how they deal a step's rows, and a step that
-fills them."""
+"""The plan of a `compress_store` spec, how many blocks share a window, how they deal a step's rows, and a step that fills them."""
 
 from __future__ import annotations
 
@@ -17,11 +16,11 @@ def plan_of(spec: CompressStoreSpec) -> Any:
 
 def split_of(spec: CompressStoreSpec, count: int, requests: int = 0) -> tuple[int, int]:
     """Blocks that share a window, and the most teams, in a step of `count` rows."""
-    splitter = importlib.import_module(spec.module).splitter_of(spec)
-    if not hasattr(splitter, "steps"):
+    if spec.ratio == 4:
         return 1, plan_of(spec).deal
-    split = next((step[1:] for step in splitter.steps if count <= step[0]), splitter.steps[-1][1:])
-    most, *few = importlib.import_module("cute_kernels.device.splitters").FEW_WINDOWS
+    splitters = importlib.import_module("cute_kernels.device.splitters")
+    split = next(step[1:] for step in splitters.STEPS if count <= step[0])
+    most, *few = splitters.FEW_WINDOWS
     return tuple(few) if count <= most and count < 128 * requests and split[0] < few[0] else split
 
 
