@@ -3,8 +3,9 @@
 One kernel for both families and both ratios. What differs is handed in as values: `Plan` (ratio, sizes, thread layout), a splitter
 (how many blocks share a window) and a row writer (the cache format).
 
-Work is dealt out by rows: a team (the blocks that share windows, or one block) takes some rows of the step (`Dealt`). The warps of a
-block have roles that meet in shared memory only, so that no role waits for another one's loads:
+Windows are dealt out by the rows that close them: a team (the blocks that share windows, or one block) looks at some rows of the step
+(`Dealt`). Rows to be saved go to blocks by turns. The warps of a block have roles that meet in shared memory only, so that no role waits
+for another one's loads:
 
 - one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
 - pooling warps prefetch the step's first rows into L2, wait for the ring's stages, pool, normalise, rotate and store (`consume`);
@@ -66,7 +67,7 @@ class CompressKernel:
             use_pdl=self.pdl,
             **self.splitter.launch_options(blocks),
         )
-        self.splitter.launched()
+        self.splitter.adjust_launch()
 
     @cute.kernel
     def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, bits: Int32, by_state_rows: Divisor, shift: Int32 | None):
@@ -111,21 +112,17 @@ class CompressKernel:
         plan, step = self.plan, memory.extent(mA.state_slots)
         short, deal = plan.short, self.splitter.fixed(deal, plan.deal)
         bits = bits if plan.fixed_bits is None else plan.fixed_bits
-        teams = cutlass.min((evenly + ((1 << bits) - 1)) >> bits, deal)
+        teams = plan.even_teams(evenly, deal, bits)
         if not short:
             return Dealt(team, rows, -1, step, deal, bits, teams)
-        even = team < deal
-        first = cutlass.select_(even, Int32(-1), evenly + (team - deal) * short)
+        even = team < teams
+        first = cutlass.select_(even, Int32(-1), evenly + (team - teams) * short)
         return Dealt(team, cutlass.select_(even, rows, Int32(short)), first, cutlass.select_(even, evenly, step), deal, bits, teams)
 
     def row_of(self, dealt: Dealt, i: Int32) -> Int32:
         """The row that a team takes as its i-th."""
         t = self.plan.row_of(dealt.team, i, dealt.deal, dealt.bits, self.splitter.remainder)
         return cutlass.select_(dealt.first < 0, t, dealt.first + i) if self.plan.short else t
-
-    def own_rows(self, dealt: Dealt, share: splitters.Share) -> Int32:
-        """The most rows of a team's that one of its blocks takes."""
-        return (dealt.rows + ((1 << share.shift) - 1)) >> share.shift
 
     def row_limit(self, mA: Arguments) -> Int32:
         """Rows that every per-row tensor has; those behind are padding."""
@@ -280,7 +277,7 @@ class CompressKernel:
         """
         plan, block = self.plan, Int32(cute.arch.block_idx()[0])
         lines = cutlass.const_expr(2 * plan.width * 4 // memory.LINE)  # of a row
-        own = self.own_rows(dealt, share)
+        own = (dealt.rows + ((1 << share.shift) - 1)) >> share.shift  # a block's share of a team's rows
         count = cutlass.min(own, Int32(plan.pooling // lines))
         row = tid // lines
         first = block * (own if plan.ratio == 128 else count)
@@ -438,18 +435,17 @@ class CompressKernel:
     def save(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
         """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition.
 
-        A row takes a trip to memory, and often neighbours are saved together, so teams take rows by turns, whoever pools them; short
-        blocks, which are the last to start, take none.
+        A warp copies rows one after another, each a trip to memory, and rows to be saved are often neighbours, a request's last ones. So
+        each of n blocks takes every n-th row of the step, whoever pools it. Short blocks, the last to start, take none.
         """
         plan, columns = self.plan, self.plan.vector
         pieces = cutlass.const_expr(plan.width // columns // WARP)
         limit = self.row_limit(mA)
         pdl.begin(self.pdl, mA.independent)
-        begin, stretch = dealt.team, (WARP * dealt.teams) << share.shift
-        if cutlass.const_expr(plan.short):
-            begin = cutlass.select_(dealt.first < 0, begin, limit)
+        begin = cutlass.select_(dealt.team < dealt.teams, dealt.team, limit)
+        stretch = plan.saved_row(0, 0, WARP, dealt.teams, share.shift)
         for start in cutlass.range(begin, limit, stretch, unroll=1):
-            t = start + ((lane << share.shift) + share.rank) * dealt.teams
+            t = start + plan.saved_row(0, share.rank, lane, dealt.teams, share.shift)
             target, place = Int64(0), Int32(0)
             if t < limit:
                 slot, position, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])

@@ -45,12 +45,6 @@ class RowScratch(Tree):
     def levels(self) -> int:
         return LEVELS  # any block may pool whole windows
 
-    def launch_options(self, blocks) -> dict:
-        return {}
-
-    def launched(self) -> None:
-        """Nothing to add."""
-
     def share(self, shift: Int32) -> Share:
         block, _, _ = cute.arch.block_idx()
         return Share(Int32(block) & ((Int32(1) << shift) - 1), shift, Int32(block) >> shift)

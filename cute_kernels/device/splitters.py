@@ -3,7 +3,7 @@
 A splitter is a value handed to the kernel. A window falls into chunks, whose partial results are folded in pairs, pairs of pairs and so on,
 inside a block as between blocks, each of which has a subtree: so the bytes of a cache row do not depend on the split. A team's windows
 are counted by `nth`, those of them that a block has a part in by `turn`. `fold`, `gather`, `sum` and `owns` are for the threads that
-pool; `choose`, `shift`, `launch_options` and `launched` are host code. `RowCluster` splits over a cluster, `scratch_split.RowScratch`
+pool; `choose`, `shift`, `launch_options` and `adjust_launch` are host code. `RowCluster` splits over a cluster, `scratch_split.RowScratch`
 over global memory.
 """
 
@@ -20,10 +20,11 @@ from cute_kernels.device import WARP, convert, memory, pooling
 from cute_kernels.kv_format import HEAD_DIM
 
 SUMS = 8  # of squares, of 64 columns each, that are added after shuffles
-# Blocks that share a window, and teams of them, by the most rows of a step, ascending, the last one for longer steps, too: few windows are
-# spread over many blocks. Chosen by prompts of any length: those that end with a window fall on teams more evenly than others.
+# (Most rows of a step, blocks that share a window, teams of them): few windows are spread over many blocks. Chosen by steps of four
+# prompts, 900 to 5000 rows, on an H200 (2026-11-30), also such as do not end with a window, which load teams less evenly.
 STEPS = ((1024, 8, 16), (2560, 4, 32), (4096, 4, 64), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256))
 FEW_WINDOWS = (8192, 4, 32)  # where few windows close: most rows of a step, least blocks that share a window, teams of them
+EVENLY_PLACED = 4  # blocks of the clusters that are placed evenly over the SMs: those of two gained nothing, those of eight lost
 LEVELS = 3  # of the tree that folds the results of a window's chunks
 
 
@@ -56,12 +57,15 @@ def sum_in_block(slots: cute.Tensor, squares: Float32, columns: cutlass.Constexp
 def balance_clusters(blocks: int) -> None:
     """Have the clusters of the launch just made, if they have `blocks` blocks, placed evenly over the SMs (host code).
 
-    Where their number leaves SMs free, the default places two on the same ones: on an H200 (2026-11-30) 32 clusters of four, half of them
-    with a window, took 7.0 µs by default and 5.9 so. Clusters of eight, which hardly fit otherwise, took 0.1 to 0.2 µs longer.
+    By default an H200 puts two clusters on the same SMs while others have none: ratio 128, prefill 2048, 32 clusters of four, half of them
+    with a window, took 7.0 µs by default and 5.9 placed evenly (2026-11-30); clusters of eight took up to 0.2 µs longer.
     The DSL's launch has no argument for it: the operation goes behind the one that says how many blocks a cluster has.
     """
     operations = list(ir.InsertionPoint.current.block.operations)
-    at = max(i for i, operation in enumerate(operations) if operation.operation.name == "cuda.launch_cfg.cluster_dim")
+    sizes = [i for i, operation in enumerate(operations) if operation.operation.name == "cuda.launch_cfg.cluster_dim"]
+    if not sizes:
+        raise RuntimeError("this version of nvidia-cutlass-dsl makes no cuda.launch_cfg.cluster_dim of a launch with clusters")
+    at = sizes[-1]
     loc, (config, size, *_) = operations[at].location, operations[at].operation.operands
     with ir.InsertionPoint(operations[at + 1]):
         wanted = arith.constant(size.type, blocks, loc=loc)
@@ -72,7 +76,18 @@ def balance_clusters(blocks: int) -> None:
             scf.yield_([], loc=loc)
 
 
-class Alike:
+class Splitter:
+    """What a launch needs where a splitter does not say otherwise: nothing."""
+
+    def launch_options(self, blocks) -> dict:
+        """Keyword arguments of the launch (host)."""
+        return {}
+
+    def adjust_launch(self) -> None:
+        """Add to the launch just made (host)."""
+
+
+class Alike(Splitter):
     """Splitters that do with all windows of a team the same: every block has the same part in each, and finishes some columns of it."""
 
     def shift(self, blocks) -> None:
@@ -108,13 +123,6 @@ class OneBlock(Alike):
         """Blocks that share a window, and teams (host)."""
         return 1, deal
 
-    def launch_options(self, blocks) -> dict:
-        """Keyword arguments of the launch (host)."""
-        return {}
-
-    def launched(self) -> None:
-        """What is added to the launch just made (host)."""
-
     def share(self, shift) -> Share:
         """This block's share of a window."""
         return Share(0, 0)
@@ -143,7 +151,7 @@ class OneBlock(Alike):
 
 
 @dataclass(frozen=True)
-class Tree:
+class Tree(Splitter):
     """A window's chunks folded as a tree, whose subtrees blocks have, as many as the step's row count asks for. One group of threads pools.
 
     columns: of a thread.
@@ -172,7 +180,7 @@ class Tree:
             blocks = cutlass.select_(row_count <= most, Int32(some), blocks)
             teams = cutlass.select_(row_count <= most, Int32(many), teams)
         most, some, many = FEW_WINDOWS
-        few = (row_count <= most) & (row_count < memory.extent(arguments.state_block_table) * 128) & (blocks < some)
+        few = (row_count <= most) & (row_count < memory.extent(arguments.state_block_table) * 128) & (blocks <= some)
         return cutlass.select_(few, Int32(some), blocks), cutlass.select_(few, Int32(many), teams)
 
     @property
@@ -244,8 +252,8 @@ class RowCluster(Tree, Alike):
     def launch_options(self, blocks) -> dict:
         return {"cluster": [blocks, 1, 1]}
 
-    def launched(self) -> None:
-        balance_clusters(4)
+    def adjust_launch(self) -> None:
+        balance_clusters(EVENLY_PLACED)
 
     def share(self, shift) -> Share:
         blocks = Int32(cute.arch.cluster_size())

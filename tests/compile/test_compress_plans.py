@@ -46,8 +46,23 @@ def test_long_steps_end_in_short_blocks(spec: CompressStoreSpec, count: int) -> 
     plan, (_, deal) = plan_of(spec), split_of(spec, count)
     left = count - plan.evenly(count)
     assert left == (plan.short * (plan.teams(count, deal) - deal) if left else 0)
-    long = 48 if spec.save == "every_row" else 24  # rows of a block
-    assert (left > 0) == (plan.ratio == 4 and count >= long * deal) and left <= count / 16
+    assert (left > 0) == (plan.ratio == 4 and count >= plan.long * deal) and left <= count / 16
+
+
+@pytest.mark.parametrize("spec", specs())
+@pytest.mark.parametrize("count", COUNTS)
+def test_neighbours_are_saved_by_different_blocks(spec: CompressStoreSpec, count: int) -> None:
+    """Of n blocks that save, any n rows in a row fall on different ones; and every row falls on one."""
+    plan, (blocks, deal) = plan_of(spec), split_of(spec, count)
+    teams = plan.even_teams(plan.evenly(count), deal, plan.unit_bits(count, deal))
+    assert teams <= plan.teams(count, deal)
+    n, by = teams * blocks, {}
+    for team in range(teams):
+        for rank in range(blocks):
+            own = (plan.saved_row(team, rank, i, teams, blocks.bit_length() - 1) for i in range(-(-count // n)))
+            by |= {t: (team, rank) for t in own if t < count}
+    assert sorted(by) == list(range(count))
+    assert all(by[t] == by[t - n] for t in range(n, count)) and len({by[t] for t in range(min(n, count))}) == min(n, count)
 
 
 @pytest.mark.parametrize("spec", specs())
@@ -56,15 +71,6 @@ def test_closing_rows_of_a_long_prompt_spread_evenly(spec: CompressStoreSpec) ->
     for first in range(0, spec.ratio, max(1, spec.ratio // 8)):
         closing = [sum((first + t + 1) % spec.ratio == 0 for t in rows) for rows in of]
         assert max(closing) <= -(-8192 // spec.ratio // deal) + 1
-
-
-@pytest.mark.parametrize("spec", [s for s in specs() if s.values[0].ratio == 128])
-@pytest.mark.parametrize("count", [640, 1024, 1536, 2048, 4096, 8192, 16384])
-def test_windows_of_a_prompt_go_to_one_team_after_another(spec: CompressStoreSpec, count: int) -> None:
-    (_, deal), of = split_of(spec, count), dealt(spec, count)
-    for first in range(0, spec.ratio, 9):
-        closing = [sum((first + t + 1) % spec.ratio == 0 for t in rows) for rows in of]
-        assert max(closing) == -(-count // spec.ratio // deal), first
 
 
 @pytest.mark.parametrize("spec", [s for s in specs() if s.values[0].ratio == 4])

@@ -21,6 +21,8 @@ from tests.support.compress import make_compress_case
 from tests.support.flashinfer_double import Launches, flashinfer_on
 from tests.support.steps import Request
 
+DEFAULT, BALANCED = 0, 2  # cudaClusterSchedulingPolicy
+
 
 @contextlib.contextmanager
 def whole_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Counter[str], list[Launches]]]:
@@ -89,20 +91,18 @@ def test_bad_arguments_are_refused_by_the_host_code_of_the_kernel(target: str) -
                 ops.compress_store(*arguments, **case.kwargs())
 
 
-def test_clusters_of_four_are_placed_evenly_and_others_as_by_default() -> None:
-    """cudaLaunchAttributeClusterSchedulingPolicyPreference of the steps that are split by two, four and eight; all rows are padding."""
+@pytest.mark.parametrize("rows,blocks,placing", [(300, 8, DEFAULT), (1600, 4, BALANCED), (4100, 2, DEFAULT)])
+def test_clusters_of_four_are_placed_evenly_and_others_as_by_default(rows: int, blocks: int, placing: int) -> None:
+    """By cudaLaunchAttributeClusterSchedulingPolicyPreference; all rows are padding."""
     from cute_kernels.compile import cache
     from cute_kernels.compile.spec import CompressStoreSpec
 
-    placed = {}
-    for rows in (300, 1600, 4100):
-        case = make_compress_case([Request(0, rows)], ratio=128, kv_format="bf16")
-        case.state_slots.fill_(-1)
-        with emulated("sm_100a"):
-            ops.compress_store(*case.args(), **case.kwargs())
-            record = cache.get(CompressStoreSpec(Target("sm100", "sm_100a"), 32, ratio=128)).launches[-1]  # type: ignore[attr-defined]
-        placed[record.cluster[0]] = record.placing
-    assert placed == {8: 0, 4: 2, 2: 0}
+    case = make_compress_case([Request(0, rows)], ratio=128, kv_format="bf16")
+    case.state_slots.fill_(-1)
+    with emulated("sm_100a"):
+        ops.compress_store(*case.args(), **case.kwargs())
+        record = cache.get(CompressStoreSpec(Target("sm100", "sm_100a"), 32, ratio=128)).launches[-1]  # type: ignore[attr-defined]
+    assert record.cluster == (blocks, 1, 1) and record.placing == placing
 
 
 def test_launch_configuration_is_that_of_the_product() -> None:

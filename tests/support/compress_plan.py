@@ -1,4 +1,4 @@
-"""The plan of a `compress_store` spec, how many blocks share a window, how they deal a step's rows, and a step that fills them."""
+"""The plan of a `compress_store` spec, how many blocks share a window, which rows each team takes, and a crowded step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def split_of(spec: CompressStoreSpec, count: int, requests: int = 0) -> tuple[in
     splitters = importlib.import_module("cute_kernels.device.splitters")
     split = next(step[1:] for step in splitters.STEPS if count <= step[0])
     most, *few = splitters.FEW_WINDOWS
-    return tuple(few) if count <= most and count < 128 * requests and split[0] < few[0] else split
+    return tuple(few) if count <= most and count < 128 * requests and split[0] <= few[0] else split
 
 
 def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
@@ -35,10 +35,10 @@ def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
 
 
 def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
-    """Three teams with nine rows each to pool, and one block with four to save; all of these close a ratio-4 window, others are padding.
+    """Three teams with nine rows each to pool, and one block with four to save; all these close a ratio-4 window. Other rows are padding.
 
-    More windows than a ring has stages, and more rows than a block saves together. (None closes a window of ratio 128, which has many
-    stages by itself: there rows are saved only.)
+    More windows than a ring has stages, and more rows than a saving warp has on their way (`compress.AHEAD`). (None closes a window of
+    ratio 128, which has many stages by itself: there rows are saved only.)
     """
     plan, (blocks, deal) = plan_of(spec), split_of(spec, 1)
     bits = plan.unit_bits(9 * deal, deal)
