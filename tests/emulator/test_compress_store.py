@@ -18,7 +18,7 @@ from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.scratch import COUNTERS, PART, TURNS, WORDS, compress_scratch
 from cute_kernels.target import Target
-from ptx_emulator import FOREIGN, UNWRITTEN, Memory
+from ptx_emulator import FOREIGN, UNWRITTEN, Memory, Result
 from tests.emulator.emulated import Coverage, at_alignment, emulated, prepare, sparse
 from tests.support.compress import MANY_REQUESTS, CompressCase, cancelling, lengthened, make_compress_case
 from tests.support.compress_check import check_compress, expected
@@ -142,6 +142,26 @@ def test_blocks_of_many_rows(target: Target, ratio: int, save: SavePolicy) -> No
     case = long_step(spec, ratio=ratio, kv_format=kv_format, save=save)
     report = check_compress(case, run(case, target))
     assert report.rows == 12
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_rows_of_a_long_step_are_saved_once(target: Target) -> None:
+    """Twice would leave the same bytes, so those stored are counted. The rows lie where short blocks' turns would be, had they any."""
+    kv_format = FORMATS[target.family][0]
+    plan = plan_of(CompressStoreSpec(target, ratio=4, kv_format=kv_format, save="policy"))
+    count = plan.long * plan.deal
+    rows = [turn * plan.deal + 3 for turn in range(1, plan.long)]
+    assert plan.teams(count, plan.deal) > plan.deal + 3
+    requests, at = [], 0
+    for t in rows:
+        requests += [Request(0, t - at), Request(5, 1)]
+        at = t + 1
+    case = make_compress_case([*requests, Request(0, count - at)], ratio=4, kv_format=kv_format, save=POLICY, seed=12)
+    case.state_slots[[t for t in range(count) if t not in rows]] = -1
+    results: list[Result] = []
+    report = check_compress(case, run(case, target, on_result=results.append))
+    assert (report.saved, report.rows) == (len(rows), 0)
+    assert sum(result.stored for result in results) == report.saved * case.kv_score.shape[1] * 4
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
