@@ -84,19 +84,18 @@ def _places(lanes: np.ndarray, addresses: np.ndarray, manner: Manner) -> Iterabl
 
 
 class GlobalRaces:
-    """Of one launch. Threads are numbered through all chunks; `base` is the first one of the chunk under way."""
+    """Of one launch. Threads are numbered through all chunks; `base` is the first one of the chunk under way, `next` of the one behind."""
 
     def __init__(self, granule: int) -> None:
         self.granule = granule
         self.communication = Communication()
         self.records: dict[int, _Record] = {}
         self.machine: Machine | None = None
-        self.base = 0
+        self.base = self.next = 0
 
     def enter(self, machine: Machine) -> None:
         """A chunk starts."""
-        if self.machine is not None:
-            self.base += self.machine.alive.size
+        self.base, self.next = self.next, self.next + machine.alive.size
         self.machine = machine
         self.communication.pending.clear()
 

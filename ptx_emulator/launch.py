@@ -151,6 +151,7 @@ def run_ptx(
         machine = Machine(program, launch, whole, order[start : start + step], counters, global_races)
         machine.run()
         waited = np.r_[waited, machine.waited_blocks]
+        vars(machine).clear()  # its parts refer to it: 100 MB and more would stay until the garbage collector comes by
     if pdl:
         _check_waits(program, independent, waited, order)
     return _result(program, counters, launch, memory.buffers)
