@@ -270,12 +270,13 @@ def _plot(rows: list[Row], path: Path) -> None:
 def main(arguments: list[str] | None = None, prog_name: str = "python -m benchmarks.kernels") -> int:
     parser = argparse.ArgumentParser(prog=prog_name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="CSV file to write; beside it two plots, where matplotlib is installed")
-    parser.add_argument("--peer", choices=["vllm"], help="also measure this project's kernels, in the same process")
-    parser.add_argument("--peer-library", type=Path, default=LIBRARY, help=f"its CUDA operations as a library file (default {LIBRARY})")
+    parser.add_argument("--peer", choices=["vllm"], help="also measure the kernels of vLLM, in the same process")
+    text = f"vLLM's CUDA operations as a library file, where no installed vLLM has them (default ~/{LIBRARY.name})"
+    parser.add_argument("--peer-library", type=Path, default=LIBRARY, help=text)
     parser.add_argument("--only", default="", help="only cases whose line (operation, family, case) matches this regular expression")
     parser.add_argument("--no-cold", action="store_true", help="leave the cold column out")
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes that compile")
-    parser.add_argument("--compile-only", action="store_true", help="compile what is missing, and stop")
+    parser.add_argument("--compile-only", action="store_true", help="compile what is missing for the GPU at hand, and stop")
     chosen = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print(f"{NEEDS}; torch sees none here", file=sys.stderr)

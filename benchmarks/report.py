@@ -360,6 +360,8 @@ def page(path: Path, prediction: Path = PREDICTION, draft: bool = False) -> str:
     past = f", {past_met} of them by a kernel that has changed since" if past_met else ""
     notes = folder / "notes.txt"
     said = f"\n\n{notes.read_text().strip()}" if notes.exists() else ""
+    log = folder / "bench.txt"
+    when = next((f" ({line})" for line in log.read_text().splitlines() if ", commit " in line), "") if log.exists() else ""
     backing = f"\nThe runs behind these causes: [variants.txt]({where}/variants.txt).\n" if (folder / "variants.txt").exists() else ""
     return f"""\
 # Performance
@@ -369,7 +371,7 @@ predicted figures stand apart: the first chapter is one run on one {device}, the
 
 ## Measured
 
-`python -m cute_kernels bench --peer vllm --out {path.name}` on one {device}; its log, [bench.txt]({where}/bench.txt), names machine,
+`python -m cute_kernels bench --peer vllm --out {path.name}` on one {device}{when}; its log, [bench.txt]({where}/bench.txt), names machine,
 versions and commit.
 A time is the median of 15 replays of a CUDA graph of 24 launches that rotate through 8 input sets (4 at 8192 rows, 3 above), divided by the
 launches; the cold column rotates through as many sets as make up three times the L2 cache. Every timed buffer was compared with the

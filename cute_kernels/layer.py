@@ -145,7 +145,7 @@ class StepTables(Held):
     ) -> StepTables:
         """The tables of a step whose slots follow from its block tables (`slot_mapping`).
 
-        window_block_table, compressed_block_table, state_block_table, width   as the class has them
+        window_block_table, compressed_block_table, state_block_table, width   as the class has them, for this step's requests or more
         window_page_rows, compressed_page_rows, state_block_rows   rows of a page of each pool
         ratio   of the layers: 1 needs the window's alone
 
@@ -163,7 +163,8 @@ class StepTables(Held):
             raise InvalidArgument(name, None, f"int32 [R, columns], which ratio {ratio} needs")
         validate.integer("compressed_page_rows", compressed_page_rows, 1)
         validate.integer("state_block_rows", state_block_rows, 1)
-        tables.compressed_block_table, tables.state_block_table = compressed_block_table, state_block_table
+        tables.compressed_block_table = compressed_block_table
+        tables.state_block_table = state_block_table[: step.num_requests]  # as many as `seq_lens`
         tables.kv_slots = slot_mapping(step, compressed_block_table, compressed_page_rows, ratio=ratio, name="compressed_block_table")
         tables.state_slots = slot_mapping(step, state_block_table, state_block_rows, name="state_block_table")
         return tables

@@ -119,6 +119,21 @@ def test_any_chunking_gives_the_same_bytes(ratio, family, dtype):
         assert one.isfinite().all() and one.any()
 
 
+@pytest.mark.parametrize("save", [ck.SavePolicy.EVERY_ROW, ck.SavePolicy(rollback=2)], ids=str)
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_tables_may_have_more_requests_than_the_step(ratio, save):
+    prompt = Prompt(ratio, 140)
+    more, exact = (Model(ratio, "sm100", "auto", requests=5, save=save) for _ in range(2))
+    exact.window_table, exact.compressed_table, exact.state_table = (
+        table[:2] for table in (exact.window_table, exact.compressed_table, exact.state_table)
+    )
+    steps = [[(0, 130), (0, 9)], [(130, 140), (9, 140)]]
+    for one, other in zip(serve(more, prompt, steps), serve(exact, prompt, steps), strict=True):
+        assert torch.equal(one, other)
+    for name, tensor in more.tensors.items():
+        assert torch.equal(tensor.view(torch.uint8), exact.tensors[name].view(torch.uint8)), name
+
+
 @pytest.mark.parametrize(("family", "dtype"), KINDS)
 def test_a_layer_is_its_four_calls(family, dtype):
     prompt, model, twin = Prompt(4, 40), Model(4, family, dtype), Model(4, family, dtype)
