@@ -33,7 +33,9 @@ PY
 } > "$out/environment.txt" 2>&1
 
 status=0
-"$python" -m pytest tests/gpu -n "$jobs" -q -rs -p no:cacheprovider -p no:benchmark --tb=short --durations=10 > "$out/tests.txt" 2>&1 || status=1
+plain="-p no:cacheprovider -p no:benchmark"  # whatever plugins the machine has
+# shellcheck disable=SC2086  # options
+"$python" -m pytest tests/gpu -n "$jobs" -q -rs $plain --tb=short --durations=10 > "$out/tests.txt" 2>&1 || status=1
 tail -n 3 "$out/tests.txt"
 
 # A small set under each tool: every kernel, both families, with padding, speculative rows and strided pools. Only this package's kernels
@@ -44,7 +46,7 @@ for tool in memcheck racecheck "initcheck --check-api-memory-access no"; do
     # shellcheck disable=SC2086  # a tool with its option: tests copy whole buffers, gaps included, which is no fault of a kernel
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout "${SANITIZER_SECONDS:-150}" \
         compute-sanitizer --tool $tool --kernel-name kernel_substring=cutlass --error-exitcode 9 --print-limit 20 \
-        "$python" -m pytest tests/gpu -q -p no:cacheprovider -p no:benchmark -p no:xdist --tb=line -k "$chosen" > "$out/$name.txt" 2>&1 || status=1
+        "$python" -m pytest tests/gpu -q $plain -p no:xdist --tb=line -k "$chosen" > "$out/$name.txt" 2>&1 || status=1
     echo "$name: $(tail -n 3 "$out/$name.txt" | tr '\n' ' ')"
 done
 exit $status

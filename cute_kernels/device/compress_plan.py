@@ -145,9 +145,8 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
 
     Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: 16 rows in flight, eight a stage, pooled by twice as many
     threads, two warps for each of an SM's schedulers. Where every row is saved, a row is read once and saved from the ring; at ratio 128
-    stages have four rows then, which need fewer registers. Short blocks gain from 24 rows a block on, but from
-    48 where every row is saved: 8192 rows took 19.8 µs without and 19.2 with them, and 37.9 and 38.5 where every row is saved (H200,
-    2026-11-30).
+    stages have four rows then, which need fewer registers. Short blocks gain from 24 rows a block on, where every row is saved from 48 on:
+    8192 rows took 19.8 µs without and 19.2 with them, and where every row is saved 37.9 and 38.6 (H200, 2026-11-30).
     """
     vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
     if spec.ratio == 4:

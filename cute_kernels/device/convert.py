@@ -1,5 +1,7 @@
 """Roundings to storage formats, on register fragments. The rules for NaN and infinity are those of `reference/quant.py`."""
 
+from typing import Any
+
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, cute
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm, vector
@@ -51,16 +53,18 @@ def widen(values: cute.Tensor) -> cute.Tensor:
 
 def fma_pair(a: tuple, b: tuple, c: tuple) -> tuple[Float32, Float32]:
     """a * b + c of two fp32 values each, rounded once: one instruction where the GPU has packed fp32 arithmetic, else two."""
-    kind = ir.VectorType.get([2], Float32.mlir_type)
-    operands = [vector.from_elements(kind, [x.ir_value() for x in pair]) for pair in (a, b, c)]
-    result = llvm.intr_fma(*operands)  # the DSL's own fma takes vectors apart
-    return tuple(Float32(vector.extract(result, dynamic_position=[], static_position=[i])) for i in range(2))
+    return _of_pairs(llvm.intr_fma, a, b, c)  # the DSL's own fma takes vectors apart
 
 
 def add_pair(a: tuple, b: tuple) -> tuple[Float32, Float32]:
     """a + b of two fp32 values each, likewise."""
+    return _of_pairs(arith.addf, a, b)
+
+
+def _of_pairs(operation: Any, *pairs: tuple) -> tuple[Float32, Float32]:
+    """An operation on vectors of two fp32 values."""
     kind = ir.VectorType.get([2], Float32.mlir_type)
-    result = arith.addf(*(vector.from_elements(kind, [x.ir_value() for x in pair]) for pair in (a, b)))
+    result = operation(*(vector.from_elements(kind, [x.ir_value() for x in pair]) for pair in pairs))
     return tuple(Float32(vector.extract(result, dynamic_position=[], static_position=[i])) for i in range(2))
 
 

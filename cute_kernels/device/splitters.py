@@ -54,28 +54,6 @@ def sum_in_block(slots: cute.Tensor, squares: Float32, columns: cutlass.Constexp
     return pooling.total_of(slots)
 
 
-def balance_clusters(blocks: int) -> None:
-    """Have the clusters of the launch just made, if they have `blocks` blocks, placed evenly over the SMs (host code).
-
-    By default an H200 puts two clusters on the same SMs while others have none: ratio 128, prefill 2048, 32 clusters of four, half of them
-    with a window, took 7.0 µs by default and 5.9 placed evenly (2026-11-30); clusters of eight took up to 0.2 µs longer.
-    The DSL's launch has no argument for it: the operation goes behind the one that says how many blocks a cluster has.
-    """
-    operations = list(ir.InsertionPoint.current.block.operations)
-    sizes = [i for i, operation in enumerate(operations) if operation.operation.name == "cuda.launch_cfg.cluster_dim"]
-    if not sizes:
-        raise RuntimeError("this version of nvidia-cutlass-dsl makes no cuda.launch_cfg.cluster_dim of a launch with clusters")
-    at = sizes[-1]
-    loc, (config, size, *_) = operations[at].location, operations[at].operation.operands
-    with ir.InsertionPoint(operations[at + 1]):
-        wanted = arith.constant(size.type, blocks, loc=loc)
-        branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, size, wanted, loc=loc), loc=loc)
-        with ir.InsertionPoint(branch.then_block):
-            policy = cuda.CudaClusterSchedulingPolicy.cudaClusterSchedulingPolicyLoadBalancing
-            cuda.launch_cfg_cluster_scheduling_policy(config, policy, loc=loc)
-            scf.yield_([], loc=loc)
-
-
 class Splitter:
     """What a launch needs where a splitter does not say otherwise: nothing."""
 
@@ -253,7 +231,25 @@ class RowCluster(Tree, Alike):
         return {"cluster": [blocks, 1, 1]}
 
     def adjust_launch(self) -> None:
-        balance_clusters(EVENLY_PLACED)
+        """Have clusters of `EVENLY_PLACED` blocks placed evenly over the SMs.
+
+        By default an H200 puts two clusters on the same SMs while others have none: ratio 128, prefill 2048, 32 clusters of four, half of
+        them with a window, took 7.0 µs by default and 5.9 placed evenly (2026-11-30); clusters of eight took up to 0.2 µs longer.
+        The DSL's launch has no argument for it: the operation goes behind the one that says how many blocks a cluster has.
+        """
+        operations = list(ir.InsertionPoint.current.block.operations)
+        sizes = [i for i, operation in enumerate(operations) if operation.operation.name == "cuda.launch_cfg.cluster_dim"]
+        if not sizes:
+            raise RuntimeError("this version of nvidia-cutlass-dsl makes no cuda.launch_cfg.cluster_dim of a launch with clusters")
+        at = sizes[-1]
+        loc, (config, size, *_) = operations[at].location, operations[at].operation.operands
+        with ir.InsertionPoint(operations[at + 1]):
+            wanted = arith.constant(size.type, EVENLY_PLACED, loc=loc)
+            branch = scf.IfOp(arith.cmpi(arith.CmpIPredicate.eq, size, wanted, loc=loc), loc=loc)
+            with ir.InsertionPoint(branch.then_block):
+                policy = cuda.CudaClusterSchedulingPolicy.cudaClusterSchedulingPolicyLoadBalancing
+                cuda.launch_cfg_cluster_scheduling_policy(config, policy, loc=loc)
+                scf.yield_([], loc=loc)
 
     def share(self, shift) -> Share:
         blocks = Int32(cute.arch.cluster_size())

@@ -110,11 +110,13 @@ def test_a_case_slower_than_the_peer_needs_a_cause_too(record: Path) -> None:
 
 
 def test_the_page_shows_every_figure_and_keeps_prediction_apart(record: Path) -> None:
+    (record / "bench.txt").write_text("python -m cute_kernels bench\n2026-11-30T14:24Z, commit 0123abc\nNVIDIA H200, 580.1\n")
     text = report.page(record / "bench.csv", record / "prediction.csv", draft=True)
     measured, _, predicted = text.partition("## Predicted for Blackwell")
     line = next(x for x in measured.splitlines() if "decode 256" in x and x.startswith("|"))
     for cell in ("BF16 / packed", "5.41 / 3.50", "3.90", "**no** / yes", "28% / 42%", "5.90 / 3.90", "14.3", "5.20"):
         assert f" {cell} " in line, cell
+    assert "(2026-11-30T14:24Z, commit 0123abc); its log" in measured
     assert "1 of 2 timed cases with a bar meet it" in measured and "4.25 TB/s" in measured and "1.10 µs" in measured
     assert "compress_store fp8, bound" in measured
     assert "B200" not in measured and "Nothing of this library has run on Blackwell" in predicted

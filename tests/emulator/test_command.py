@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from cute_kernels.compile.spec import SPEC_TYPES
 from cute_kernels.indices import IdSource
 from ptx_emulator import KernelFault, Memory, Result, run_ptx
 from ptx_emulator.__main__ import main
+from ptx_emulator.machine import Machine
 from ptx_emulator.report import checked, instruction_classes, report
 from tests.emulator import cases, small_kernels
 from tests.emulator.emulated import emulated
@@ -163,3 +166,20 @@ def test_a_fault_is_the_whole_answer(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setitem(cases.CASES, "broken", {"race": broken})
     assert main(["broken", "race"]) == 1
     assert "shared-memory race" in capsys.readouterr().out
+
+
+def test_a_machine_is_let_go_when_it_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which may be long in coming."""
+    seen, run = [], Machine.run
+
+    def watched(machine: Machine) -> None:
+        seen.extend(map(weakref.ref, (machine, machine.shared, machine.races)))
+        run(machine)
+
+    monkeypatch.setattr(Machine, "run", watched)
+    gc.disable()
+    try:
+        small_kernels.run_reverse(small_kernels.REVERSE, pdl=False)
+        assert seen and not any(part() for part in seen)
+    finally:
+        gc.enable()
