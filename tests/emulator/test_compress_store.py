@@ -144,23 +144,39 @@ def test_blocks_of_many_rows(target: Target, ratio: int, save: SavePolicy) -> No
     assert report.rows == 12
 
 
+def live_rows(count: int, rows: list[int], start: int, **options: Any) -> CompressCase:
+    """A step of `count` rows, of which each of `rows` is a request of its own, at position `start`, and all others are padding."""
+    requests, at = [], 0
+    for t in rows:
+        requests += [Request(0, t - at), Request(start, 1)]
+        at = t + 1
+    case = make_compress_case([*requests, Request(0, count - at)], seed=12, **options)
+    case.state_slots[[t for t in range(count) if t not in rows]] = -1
+    return case
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_short_blocks_pool_the_rows_behind_the_others(target: Target) -> None:
+    kv_format = FORMATS[target.family][0]
+    plan = plan_of(CompressStoreSpec(target, ratio=4, kv_format=kv_format, save="policy"))
+    count = plan.long * plan.deal
+    first = plan.evenly(count)
+    rows = [first - 1, first, first + plan.short - 1, first + plan.short, count - 1]
+    case = live_rows(count, rows, 7, ratio=4, kv_format=kv_format, save=POLICY)
+    assert check_compress(case, run(case, target)).rows == len(rows)
+
+
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 def test_rows_of_a_long_step_are_saved_once(target: Target) -> None:
     """Twice would leave the same bytes, so those stored are counted. The rows lie where short blocks' turns would be, had they any."""
     kv_format = FORMATS[target.family][0]
     plan = plan_of(CompressStoreSpec(target, ratio=4, kv_format=kv_format, save="policy"))
     count = plan.long * plan.deal
-    rows = [turn * plan.deal + 3 for turn in range(1, plan.long)]
     assert plan.teams(count, plan.deal) > plan.deal + 3
-    requests, at = [], 0
-    for t in rows:
-        requests += [Request(0, t - at), Request(5, 1)]
-        at = t + 1
-    case = make_compress_case([*requests, Request(0, count - at)], ratio=4, kv_format=kv_format, save=POLICY, seed=12)
-    case.state_slots[[t for t in range(count) if t not in rows]] = -1
+    case = live_rows(count, [turn * plan.deal + 3 for turn in range(1, plan.long)], 5, ratio=4, kv_format=kv_format, save=POLICY)
     results: list[Result] = []
     report = check_compress(case, run(case, target, on_result=results.append))
-    assert (report.saved, report.rows) == (len(rows), 0)
+    assert (report.saved, report.rows) == (plan.long - 1, 0)
     assert sum(result.stored for result in results) == report.saved * case.kv_score.shape[1] * 4
 
 
