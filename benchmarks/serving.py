@@ -105,15 +105,13 @@ def compress_arguments(
         torch.randn(COS_ROWS, 64, device=DEVICE),
         cache,
     )
-    options: dict[str, Any] = {"ratio": ratio, "eps": 1e-6}
+    options: dict[str, Any] = {"ratio": ratio, "eps": 1e-6, "scratch": compress_scratch(DEVICE)}
     if save is not None:
         options["save"] = save
         if not save.every_row:
             options["seq_lens"] = torch.tensor([s + n for s, n in requests], dtype=torch.int32, device=DEVICE)
     if fmt.scaled:
         options["kv_scale"] = 0.5
-    if ratio == 128:  # the SM120 family's kernel looks at it
-        options["scratch"] = compress_scratch(DEVICE)
     return args, options
 
 

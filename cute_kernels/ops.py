@@ -72,9 +72,9 @@ def compress_store(
     kv_scale           the cache's FP8 scale; None or 1.0 with other formats
     save               which rows are saved
     seq_lens           [R] int32           tokens of each request, this step's included; needed unless every row is saved
-    scratch            [>= 786688] int32   from `compress_scratch`, zeros before its first use: where blocks meet that share a window (SM120
-                       family, ratio 128; other kernels do not look at it). None, or `independent`: a window is one block's work.
-                       Launches that may run at the same time need one each
+    scratch            [>= 786688] int32   from `compress_scratch`, zeros before its first use: where blocks share out a step's last rows
+                       (ratio 4), and meet that share a window (ratio 128 on the SM120 family; SM100's kernel does not look at it).
+                       None, or `independent`: the same bytes, later. Launches that may run at the same time need one each
     independent        True: runs beside the launch in front of it. The caller promises what docs/design.md asks, "Independent launches"
     target             Target or name; default: the tensors' device
 

@@ -1,11 +1,13 @@
-"""Memory through which blocks of one launch of `compress_store` hand on partial results, where the hardware has no clusters (SM120)."""
+"""Memory in which blocks of one launch of `compress_store` share out rows (ratio 4), and through which they hand on partial results where
+the hardware has no clusters (ratio 128, SM120)."""
 
 from __future__ import annotations
 
 import torch
 
 TURNS = 2  # windows of a team of blocks that the blocks share
-COUNTERS = 128 * TURNS  # one a shared window: blocks that have handed on what they pooled; zero between launches
+# Zero between launches; ratio 128: one a shared window, of blocks that have handed on what they pooled; ratio 4: the first, of tickets.
+COUNTERS = 128 * TURNS
 PART = 3 * 512  # words of what a block hands on: a peak, a weight and a product for each column
 PARTS = 256 * TURNS  # blocks of all teams
 WORDS = COUNTERS + PARTS * PART

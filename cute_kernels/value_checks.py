@@ -42,7 +42,7 @@ def compress_store(a: Mapping[str, Any]) -> None:
         raise InvalidArgument("ape", f"{float(ape[at])} at {list(at)}", "finite values", hint="kernels multiply them by 0 for older rows")
     if a["seq_lens"] is not None:
         require_values("seq_lens", a["seq_lens"], torch.ones_like(a["seq_lens"], dtype=torch.bool), 0, 2**31 - 1)
-    if a["scratch"] is not None and a["ratio"] == 128 and not a["independent"]:  # other launches do not look at it
+    if a["scratch"] is not None and not a["independent"]:  # other launches do not look at it
         counters = a["scratch"][:COUNTERS]
         require_values("scratch", counters, torch.ones_like(counters, dtype=torch.bool), 0, 1)
 

@@ -59,7 +59,7 @@ class KernelSpec(abc.ABC):
 
     @property
     def takes_scratch(self) -> bool:
-        """Whether blocks that share work meet in memory of the caller's (`cute_kernels.scratch`): where there are no clusters."""
+        """Whether blocks share out work in memory of the caller's (`cute_kernels.scratch`)."""
         return False
 
     @functools.cached_property
@@ -112,7 +112,7 @@ class CompressStoreSpec(KernelSpec):
 
     @property
     def takes_scratch(self) -> bool:
-        return self.ratio == 128 and self.target.family == "sm120"
+        return self.ratio == 4 or self.target.family == "sm120"
 
 
 @dataclass(frozen=True)

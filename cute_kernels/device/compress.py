@@ -4,8 +4,8 @@ One kernel for both families and both ratios. What differs is handed in as value
 (how many blocks share a window) and a row writer (the cache format).
 
 Windows are dealt out by the rows that close them: a team (the blocks that share windows, or one block) looks at some rows of the step
-(`Dealt`). Rows to be saved go to blocks by turns. The warps of a block have roles that meet in shared memory only, so that no role waits
-for another one's loads:
+(`Dealt`), and then takes tickets for a long step's last rows. Rows to be saved go to blocks by turns. The warps of a block have roles
+that meet in shared memory only, so that no role waits for another one's loads:
 
 - one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
 - pooling warps prefetch the step's first rows into L2, wait for the ring's stages, pool, normalise, rotate and store (`consume`);
@@ -22,12 +22,13 @@ from cutlass.utils import SmemAllocator
 
 from cute_kernels.device import WARP, convert, memory, norm_rope, pdl, pooling, splitters, window_ring
 from cute_kernels.device.compress_arguments import Arguments
-from cute_kernels.device.compress_plan import Dealt, Plan
+from cute_kernels.device.compress_plan import TICKET, Dealt, Plan
 from cute_kernels.device.slots import Divisor
 from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from cute_kernels.save_policy import overlap
 
 AHEAD = 2  # rows that are on their way to L2 before the saving warp loads them
+NO_ROW = 2**31 - 1
 STEP_ROW, EXCLUDED = 1, 2  # flags in the free low bits of a window row's address
 
 
@@ -56,10 +57,13 @@ class CompressKernel:
         arguments = Arguments(**dict(zip(self.names, args[:-1], strict=True)))
         row_count = memory.extent(arguments.state_slots)
         blocks, deal = self.splitter.choose(row_count, plan.deal, arguments)
-        rows, evenly = plan.rows_of(row_count, deal), Int32(plan.evenly(row_count))
+        evenly = row_count
+        if cutlass.const_expr(plan.late):
+            evenly = row_count - cutlass.select_(arguments.may_meet(), plan.late_rows(row_count), Int32(0))
         bits, by_state_rows = Int32(plan.unit_bits(row_count, deal)), Divisor.of(Int32(arguments.state.shape[1]))
+        rows = plan.rows_of(evenly, deal, bits)
         self.kernel(arguments, rows, evenly, Int32(deal), bits, by_state_rows, self.splitter.shift(blocks)).launch(
-            grid=[plan.teams(row_count, deal) * blocks, 1, 1],
+            grid=[plan.teams(evenly, deal, bits) * blocks, 1, 1],
             block=[plan.threads, 1, 1],
             min_blocks_per_mp=plan.resident,
             preferred_smem_carveout=-1,  # the driver's default; without a value the DSL would ask a device
@@ -79,7 +83,7 @@ class CompressKernel:
         shared, share = self.allocate(), self.splitter.share(shift)
         plan.ring.prepare(shared.ring, tid)
         self.splitter.prepare(shared.merging, tid)
-        dealt = self.dealt(mA, Int32(block) >> share.shift, rows, evenly, deal, bits)
+        dealt = self.dealt(Int32(block) >> share.shift, rows, evenly, deal, bits)
         cute.arch.sync_threads()
         if tid < plan.pooling:
             pdl.fetch_parameters(self.pdl, tid, (mA, by_state_rows), shared.word.iterator)
@@ -107,22 +111,17 @@ class CompressKernel:
             word=array(Int32, 1),
         )
 
-    def dealt(self, mA: Arguments, team: Int32, rows: Int32, evenly: Int32, deal: Int32, bits: Int32) -> Dealt:
+    def dealt(self, team: Int32, rows: Int32, evenly: Int32, deal: Int32, bits: Int32) -> Dealt:
         """The rows of a team."""
-        plan, step = self.plan, memory.extent(mA.state_slots)
-        short, deal = plan.short, self.splitter.fixed(deal, plan.deal)
+        plan = self.plan
+        deal = self.splitter.fixed(deal, plan.deal)
         bits = bits if plan.fixed_bits is None else plan.fixed_bits
-        teams = plan.even_teams(evenly, deal, bits)
-        if not short:
-            return Dealt(team, rows, -1, step, deal, bits, teams)
-        even = team < teams
-        first = cutlass.select_(even, Int32(-1), evenly + (team - teams) * short)
-        return Dealt(team, cutlass.select_(even, rows, Int32(short)), first, cutlass.select_(even, evenly, step), deal, bits, teams)
+        return Dealt(team, rows, evenly, deal, bits, plan.teams(evenly, deal, bits))
 
     def row_of(self, dealt: Dealt, i: Int32) -> Int32:
-        """The row that a team takes as its i-th."""
+        """The row that a team takes as its i-th of those that are dealt evenly, or `NO_ROW`."""
         t = self.plan.row_of(dealt.team, i, dealt.deal, dealt.bits, self.splitter.remainder)
-        return cutlass.select_(dealt.first < 0, t, dealt.first + i) if self.plan.short else t
+        return cutlass.select_((i < dealt.rows) & (t < dealt.evenly), t, Int32(NO_ROW))
 
     def row_limit(self, mA: Arguments) -> Int32:
         """Rows that every per-row tensor has; those behind are padding."""
@@ -152,21 +151,21 @@ class CompressKernel:
         plan, ring = self.plan, self.plan.ring
         span = cutlass.const_expr(min(WARP, plan.window))  # lanes of a window
         together = cutlass.const_expr(WARP // span)  # windows that are located together
-        limit = cutlass.min(self.row_limit(mA), dealt.end)
-        rows = cutlass.select_(limit > 0, dealt.rows, Int32(0))
+        limit, late = self.row_limit(mA), cutlass.const_expr(bool(plan.late))
+        tickets = (memory.extent(mA.state_slots) - dealt.evenly + (TICKET - 1)) // TICKET if late else None
         times = cute.make_rmem_tensor(cute.make_layout(plan.looks), Int32)
         for q in cutlass.range_constexpr(plan.looks):
             times[q] = self.row_of(dealt, WARP * q + lane)
             pdl.settle(self.pdl, shared.closing.iterator + 4 * (WARP * q + lane), cutlass.min(times[q], limit - 1))
         cute.arch.sync_warp()
         pdl.begin(self.pdl, mA.independent)
-        n, turn, nth = Int32(0), Int32(0), Int32(0)
-        for start in cutlass.range(0, rows, WARP * plan.looks, unroll=1):
+        n, turn, nth, start, going = Int32(0), Int32(0), Int32(0), Int32(0), limit > 0
+        while going:
             count = Int32(0)
             # All loads are under way before the first is waited for.
             facts = [self.look(mA, cutlass.min(times[q], limit - 1)) for q in range(plan.looks)]
             for q in cutlass.range_constexpr(plan.looks):
-                closes = (start + WARP * q + lane < rows) & (times[q] < limit) & self.closes(mA, facts[q])
+                closes = (times[q] < limit) & self.closes(mA, facts[q])
                 mask = Int32(cute.arch.vote_ballot_sync(closes))
                 if closes:
                     place = count + cute.arch.popc(mask & ((Int32(1) << lane) - 1))
@@ -211,9 +210,28 @@ class CompressKernel:
                             turn += cutlass.select_(p == passes - 1, Int32(1), Int32(0))
                 nth += together
             cute.arch.sync_warp()
+            start += WARP * plan.looks
+            going = start < dealt.rows
             for q in cutlass.range_constexpr(plan.looks):
-                times[q] = self.row_of(dealt, start + WARP * (plan.looks + q) + lane)
+                times[q] = self.row_of(dealt, start + WARP * q + lane)
+            if cutlass.const_expr(late):
+                if (not going) & (tickets > 0):
+                    ticket = self.take_ticket(mA, tickets, lane)
+                    going = ticket < tickets
+                    times[0] = cutlass.select_(lane < TICKET, dealt.evenly + ticket * TICKET + lane, Int32(NO_ROW))
         ring.end(shared.ring, n, lane)
+
+    @cute.jit
+    def take_ticket(self, mA: Arguments, tickets: Int32, lane: Int32) -> Int32:
+        """The next ticket of the launch, known to the whole warp.
+
+        It is taken when its rows are wanted, not ahead: a block that waits for its memory shall leave them to others. Each block takes
+        tickets until there are none, so `tickets` and one a block are taken, after which the counter is zero again.
+        """
+        ticket = Int32(0)
+        if lane == 0:
+            ticket = memory.take_number(memory.base_address(mA.scratch), tickets + Int32(cute.arch.grid_dim()[0]) - 1)
+        return cute.arch.shuffle_sync(ticket, 0)
 
     def score_address(self, mA: Arguments, t: Int32) -> Int64:
         """Byte address of row t of `kv_score`."""
@@ -272,18 +290,15 @@ class CompressKernel:
     def prefetch_rows(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
         """Prefetch rows of this step into L2 while windows are looked up, padding left out; a line for each thread.
 
-        Ratio 4: blocks begin at the step's start, those that start late at their own consecutive rows, so each takes one or two of the
-        rows there. Ratio 128: all windows are begun at once, so each block takes the first of its own share of the step.
+        Ratio 4: blocks begin at the step's start, so each takes one or two of the rows there. Ratio 128: all windows are begun at
+        once, so each block takes the first of its own share of the step.
         """
         plan, block = self.plan, Int32(cute.arch.block_idx()[0])
         lines = cutlass.const_expr(2 * plan.width * 4 // memory.LINE)  # of a row
         own = (dealt.rows + ((1 << share.shift) - 1)) >> share.shift  # a block's share of a team's rows
         count = cutlass.min(own, Int32(plan.pooling // lines))
         row = tid // lines
-        first = block * (own if plan.ratio == 128 else count)
-        if cutlass.const_expr(plan.short):
-            first = cutlass.select_(dealt.first < 0, first, dealt.first)
-        t = first + row
+        t = block * (own if plan.ratio == 128 else count) + row
         if (row < count) & (t < self.row_limit(mA)):
             slot = Int64(mA.state_slots[t])
             if memory.in_range(slot, self.state_rows(mA)):
@@ -436,15 +451,14 @@ class CompressKernel:
         """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition.
 
         A warp copies rows one after another, each a trip to memory, and rows to be saved are often neighbours, a request's last ones. So
-        each of n blocks takes every n-th row of the step, whoever pools it. Short blocks, the last to start, take none.
+        each of n blocks takes every n-th row of the step, whoever pools it.
         """
         plan, columns = self.plan, self.plan.vector
         pieces = cutlass.const_expr(plan.width // columns // WARP)
         limit = self.row_limit(mA)
         pdl.begin(self.pdl, mA.independent)
-        begin = cutlass.select_(dealt.team < dealt.teams, dealt.team, limit)
         stretch = plan.saved_row(0, 0, WARP, dealt.teams, share.shift)
-        for start in cutlass.range(begin, limit, stretch, unroll=1):
+        for start in cutlass.range(dealt.team, limit, stretch, unroll=1):
             t = start + plan.saved_row(0, share.rank, lane, dealt.teams, share.shift)
             target, place = Int64(0), Int32(0)
             if t < limit:

@@ -2,12 +2,13 @@
 
 from typing import Any, NamedTuple
 
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
 from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.device.row_writers import CACHE_TYPES
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, ROPE_DIM
+from cute_kernels.scratch import WORDS
 
 
 class Arguments(NamedTuple):
@@ -31,6 +32,10 @@ class Arguments(NamedTuple):
     prefix_stride: Any = None
     scratch: Any = None
     independent: Any = None
+
+    def may_meet(self) -> Boolean:
+        """Whether blocks may meet in `scratch`: there is one, and no other launch that may use it runs beside this one."""
+        return (self.independent == 0) & (Int32(self.scratch.shape[0]) >= WORDS)
 
 
 def fake_arguments(spec: CompressStoreSpec, width: int) -> list[Any]:

@@ -69,6 +69,14 @@ def load_below(base: Int64, column: Int32, id: Int32, limit: Int32) -> Int32:
     return Int32(llvm.inline_asm(Int32.mlir_type, operands, text, "=&r,l,r,r,r", has_side_effects=True))
 
 
+def take_number(counter: Int64, last: Int32) -> Int32:
+    """The number in a word of global memory, which goes on to the next one, from `last` to 0; no order of other accesses."""
+    operands = [counter.ir_value(), last.ir_value()]
+    return Int32(
+        llvm.inline_asm(Int32.mlir_type, operands, "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r", has_side_effects=True)
+    )
+
+
 def prefetch(address: Int64, count: int) -> None:
     """Have `count` bytes brought into L2, without waiting for them; address and count are multiples of 16."""
     llvm.inline_asm(None, [address.ir_value()], f"cp.async.bulk.prefetch.L2.global [$0], {count};", "l", has_side_effects=True)

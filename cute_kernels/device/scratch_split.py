@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cute_kernels.device import memory, pooling, splitters
 from cute_kernels.device.splitters import LEVELS, SUMS, Share, Tree
 from cute_kernels.kv_format import HEAD_DIM
-from cute_kernels.scratch import COUNTERS, PART, PARTS, TURNS, WORDS
+from cute_kernels.scratch import COUNTERS, PART, PARTS, TURNS
 
 
 class Storage(NamedTuple):
@@ -36,7 +36,7 @@ class RowScratch(Tree):
             if blocks > 1 and (teams * TURNS > COUNTERS or teams * blocks * TURNS > PARTS):
                 raise ValueError(f"{teams} teams of {blocks} blocks don't fit the scratch memory")
         blocks, teams = super().choose(row_count, deal, arguments)
-        shared = (arguments.independent == 0) & (memory.extent(arguments.scratch) >= WORDS)
+        shared = arguments.may_meet()
         return cutlass.select_(shared, blocks, Int32(1)), cutlass.select_(shared, teams, teams * blocks)
 
     def shift(self, blocks: Int32) -> Int32:

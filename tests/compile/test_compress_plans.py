@@ -8,7 +8,7 @@ import pytest
 
 from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.target import Target
-from tests.support.compress_plan import dealt, plan_of, split_of
+from tests.support.compress_plan import dealt, evenly, plan_of, split_of
 
 FORMATS = {"sm100": "bf16", "sm120": "fp8_ds_mla"}
 COUNTS = [1, 2, 3, 4, 5, 127, 128, 255, 256, 257, 263, 264, 265, 1000, 1055, 1056, 1057, 2048, 4223, 4224, 8191, 8192, 8193, 32768]
@@ -28,26 +28,23 @@ def specs() -> list:
 @pytest.mark.parametrize("count", COUNTS)
 def test_every_row_is_dealt_once(spec: CompressStoreSpec, count: int) -> None:
     found = collections.Counter(t for rows in dealt(spec, count) for t in rows)
-    assert sorted(found) == list(range(count)) and set(found.values()) == {1}
+    assert sorted(found) == list(range(evenly(spec, count))) and set(found.values()) == {1}
 
 
 @pytest.mark.parametrize("spec", specs())
 @pytest.mark.parametrize("count", COUNTS)
 def test_steps_fill_one_wave(spec: CompressStoreSpec, count: int) -> None:
-    """Of some 130 SMs; blocks of long steps start where others have ended. Small steps with few windows are spread over many blocks."""
-    plan, (blocks, deal) = plan_of(spec), split_of(spec, count)
-    assert min(plan.teams(count, deal), deal) * blocks <= plan.resident * 132
-    assert spec.ratio == 4 or plan.teams(count, deal) * blocks >= min(2 * count, 128)
+    """Of some 130 SMs. Small steps with few windows are spread over many blocks."""
+    plan, (blocks, _), teams = plan_of(spec), split_of(spec, count), len(dealt(spec, count))
+    assert teams * blocks <= plan.resident * 132
+    assert spec.ratio == 4 or teams * blocks >= min(2 * count, 128)
 
 
 @pytest.mark.parametrize("spec", specs())
-@pytest.mark.parametrize("count", [1, 264, 6335, 6336, 8192, 12671, 12672, 12700, 32768, 100_001])
-def test_long_steps_end_in_short_blocks(spec: CompressStoreSpec, count: int) -> None:
-    plan, (_, deal) = plan_of(spec), split_of(spec, count)
-    left = count - plan.evenly(count)
-    assert left == (plan.short * (plan.teams(count, deal) - deal) if left else 0)
-    long = 12672 if spec.save == "every_row" else 6336
-    assert (left > 0) == (plan.ratio == 4 and count >= long) and left <= count / 16
+@pytest.mark.parametrize("count", [1, 264, 3167, 3168, 6335, 6336, 8192, 16895, 16896, 32768, 100_001])
+def test_the_last_rows_of_long_steps_are_dealt_late(spec: CompressStoreSpec, count: int) -> None:
+    rows, every = (count - evenly(spec, count)) / 264, spec.save == "every_row"
+    assert rows == (0 if spec.ratio == 128 or count < 3168 else 12 if count >= 16896 else 8 if count >= 6336 else 0 if every else 4)
 
 
 @pytest.mark.parametrize("spec", specs())
@@ -55,8 +52,7 @@ def test_long_steps_end_in_short_blocks(spec: CompressStoreSpec, count: int) -> 
 def test_neighbours_are_saved_by_different_blocks(spec: CompressStoreSpec, count: int) -> None:
     """Of n blocks that save, any n rows in a row fall on different ones; and every row falls on one."""
     plan, (blocks, deal) = plan_of(spec), split_of(spec, count)
-    teams = plan.even_teams(plan.evenly(count), deal, plan.unit_bits(count, deal))
-    assert teams <= plan.teams(count, deal)
+    teams = plan.teams(evenly(spec, count), deal, plan.unit_bits(count, deal))
     n, by = teams * blocks, {}
     for team in range(teams):
         for rank in range(blocks):
@@ -77,10 +73,10 @@ def test_closing_rows_of_a_long_prompt_spread_evenly(spec: CompressStoreSpec) ->
 @pytest.mark.parametrize("spec", [s for s in specs() if s.values[0].ratio == 4])
 @pytest.mark.parametrize("count", [1056, 2048, 4208, 6000])
 def test_no_block_of_a_middle_step_has_more_windows_than_need_be(spec: CompressStoreSpec, count: int) -> None:
-    """Four prompts, which begin at different places of a group: dealt singly, some block would have one more."""
+    """Four prompts, which begin at different places of a group: dealt singly, some block would have one more than another."""
     (_, deal), each, starts = split_of(spec, count), count // 4, (0, 1026, 515, 2048)
     closing = [sum((starts[t // each] + t % each + 1) % spec.ratio == 0 for t in rows) for rows in dealt(spec, count)]
-    assert max(closing) == -(-count // (spec.ratio * deal))
+    assert max(closing) == -(-evenly(spec, count) // (spec.ratio * deal))
 
 
 @pytest.mark.parametrize("spec", specs())

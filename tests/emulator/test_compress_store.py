@@ -15,6 +15,7 @@ import torch
 from cute_kernels import ops
 from cute_kernels.compile.matrix import support_matrix
 from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.kv_format import FORMATS as ROWS
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.scratch import COUNTERS, PART, TURNS, WORDS, compress_scratch
 from cute_kernels.target import Target
@@ -22,7 +23,7 @@ from ptx_emulator import FOREIGN, UNWRITTEN, Memory, Result
 from tests.emulator.emulated import Coverage, at_alignment, emulated, prepare, sparse
 from tests.support.compress import MANY_REQUESTS, CompressCase, cancelling, lengthened, make_compress_case
 from tests.support.compress_check import check_compress, expected
-from tests.support.compress_plan import crowded, plan_of, split_of
+from tests.support.compress_plan import crowded, evenly, plan_of, split_of
 from tests.support.pools import owned_bytes
 from tests.support.steps import Request, mix
 
@@ -30,6 +31,7 @@ TARGETS = (Target("sm100", "sm_100a"), Target("sm120", "sm_120a"))
 SPECS = [s for t in TARGETS for s in support_matrix(t) if isinstance(s, CompressStoreSpec)]
 FORMATS = {"sm100": ("bf16", "fp8"), "sm120": ("fp8_ds_mla",)}
 POLICY = SavePolicy(rollback=3, prefix_stride=64)
+TICKET_ROWS = 4
 
 
 def own(case: CompressCase, memory: Memory) -> None:
@@ -75,17 +77,16 @@ def aligned(case: CompressCase, alignment: int) -> CompressCase:
 
 
 def long_step(spec: CompressStoreSpec, **options: Any) -> CompressCase:
-    """A step whose teams take more than 32 rows: six of team 0 close a window, and six behind them, in the second pass or in short blocks,
+    """A step whose teams take more than 32 rows: six of team 0 close a window, and six behind them, in the second pass or by tickets,
     where there are some; the rest is padding."""
     plan, (_, deal) = plan_of(spec), split_of(spec, 1)
-    late = max(plan.long - 1, 32)
-    rows = [plan.row_of(0, i, deal, plan.unit.bit_length() - 1) for i in (*range(6), *range(late, late + 6))]
+    rows = [plan.row_of(0, i, deal, plan.unit.bit_length() - 1) for i in (*range(6), *range(40, 46))]
     requests, at = [], 0
     for k, t in enumerate(sorted(rows)):
         requests += [Request(0, t - at)] * (t > at) + [Request(spec.ratio * (k % 3 + 1) - 1, 1)]
         at = t + 1
     case = make_compress_case(requests, seed=10, **options)
-    assert plan.rows_of(at, deal) > 32 and split_of(spec, at)[1] == deal
+    assert plan.rows_of(evenly(spec, at), deal, plan.unit_bits(at, deal)) > 32 and split_of(spec, at)[1] == deal
     case.state_slots[[t for t in range(at) if t not in rows]] = -1
     return case
 
@@ -144,40 +145,36 @@ def test_blocks_of_many_rows(target: Target, ratio: int, save: SavePolicy) -> No
     assert report.rows == 12
 
 
-def live_rows(count: int, rows: list[int], start: int, **options: Any) -> CompressCase:
-    """A step of `count` rows, of which each of `rows` is a request of its own, at position `start`, and all others are padding."""
+def live_rows(count: int, positions: dict[int, int], **options: Any) -> CompressCase:
+    """A step of `count` rows, of which some are each a request of its own, at a position, and all others are padding."""
     requests, at = [], 0
-    for t in rows:
-        requests += [Request(0, t - at), Request(start, 1)]
+    for t, position in sorted(positions.items()):
+        requests += [Request(0, t - at), Request(position, 1)]
         at = t + 1
     case = make_compress_case([*requests, Request(0, count - at)], seed=12, **options)
-    case.state_slots[[t for t in range(count) if t not in rows]] = -1
+    case.state_slots[[t for t in range(count) if t not in positions]] = -1
     return case
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_short_blocks_pool_the_rows_behind_the_others(target: Target) -> None:
+@pytest.mark.parametrize("scratch", [True, False], ids=["late", "evenly"])
+def test_the_last_rows_of_a_long_step(target: Target, scratch: bool) -> None:
+    """Dealt by tickets, of which each block takes one too many, or, without a scratch, evenly: pooled and saved once each (twice would
+    leave the same bytes, so those stored are counted)."""
     kv_format = FORMATS[target.family][0]
-    plan = plan_of(CompressStoreSpec(target, ratio=4, kv_format=kv_format, save="policy"))
-    count = plan.long * plan.deal
-    first = plan.evenly(count)
-    rows = [first - 1, first, first + plan.short - 1, first + plan.short, count - 1]
-    case = live_rows(count, rows, 7, ratio=4, kv_format=kv_format, save=POLICY)
-    assert check_compress(case, run(case, target)).rows == len(rows)
-
-
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-def test_rows_of_a_long_step_are_saved_once(target: Target) -> None:
-    """Twice would leave the same bytes, so those stored are counted. The rows lie where short blocks' turns would be, had they any."""
-    kv_format = FORMATS[target.family][0]
-    plan = plan_of(CompressStoreSpec(target, ratio=4, kv_format=kv_format, save="policy"))
-    count = plan.long * plan.deal
-    assert plan.teams(count, plan.deal) > plan.deal + 3
-    case = live_rows(count, [turn * plan.deal + 3 for turn in range(1, plan.long)], 5, ratio=4, kv_format=kv_format, save=POLICY)
+    spec = CompressStoreSpec(target, ratio=4, kv_format=kv_format, save="policy")
+    count = 24 * plan_of(spec).deal + 2
+    first = evenly(spec, count)
+    assert count - first == 8 * plan_of(spec).deal
+    pooled, saved = (first - 1, first, first + 3, first + 4, first + 7, count - 1), (5, first - 2, first + 1, count - 2)
+    positions = dict.fromkeys(pooled, 7) | dict.fromkeys(saved, 5)
+    case = live_rows(count, positions, ratio=4, kv_format=kv_format, save=POLICY)
     results: list[Result] = []
-    report = check_compress(case, run(case, target, on_result=results.append))
-    assert (report.saved, report.rows) == (plan.long - 1, 0)
-    assert sum(result.stored for result in results) == report.saved * case.kv_score.shape[1] * 4
+    report = check_compress(case, run(case, target, shared=scratch, on_result=results.append))
+    assert (report.saved, report.rows) == (10, 6)
+    rows = report.saved * case.kv_score.shape[1] * 4 + report.rows * ROWS[kv_format].row_bytes
+    tickets = (count - first) // TICKET_ROWS + 264 if scratch else 0
+    assert sum(result.stored for result in results) == rows + 4 * tickets
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

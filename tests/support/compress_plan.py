@@ -24,14 +24,18 @@ def split_of(spec: CompressStoreSpec, count: int, requests: int = 0) -> tuple[in
     return tuple(few) if count <= most and count < 128 * requests and split[0] <= few[0] else split
 
 
+def evenly(spec: CompressStoreSpec, count: int) -> int:
+    """Rows of a step that are dealt evenly, where the launch has a scratch; those behind are dealt by tickets."""
+    return count - plan_of(spec).late_rows(count)
+
+
 def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
-    """The rows of each team that lie in a step of `count` rows."""
+    """The rows of each team, of those of a step of `count` rows that are dealt evenly."""
     plan, (_, deal) = plan_of(spec), split_of(spec, count)
-    evenly, bits = plan.evenly(count), plan.unit_bits(count, deal)
-    own, teams = range(plan.rows_of(count, deal)), range(min(plan.teams(count, deal), deal))
+    even, bits = evenly(spec, count), plan.unit_bits(count, deal)
+    own, teams = range(plan.rows_of(even, deal, bits)), range(plan.teams(even, deal, bits))
     of = [[plan.row_of(team, i, deal, bits) for i in own] for team in teams]
-    even = [[t for t in rows if t < evenly] for rows in of]
-    return even + [list(range(first, first + plan.short)) for first in range(evenly, count, plan.short or 1)]
+    return [[t for t in rows if t < even] for rows in of]
 
 
 def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
