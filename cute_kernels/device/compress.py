@@ -23,13 +23,14 @@ from cutlass.utils import SmemAllocator
 from cute_kernels.device import WARP, convert, memory, norm_rope, pdl, pooling, splitters, window_ring
 from cute_kernels.device.compress_arguments import Arguments
 from cute_kernels.device.compress_plan import TICKET, Dealt, Plan
+from cute_kernels.device.compress_rows import StepRows
 from cute_kernels.device.slots import Divisor
 from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from cute_kernels.save_policy import overlap
 
-AHEAD = 2  # rows that are on their way to L2 before the saving warp loads them
 NO_ROW = 2**31 - 1
 STEP_ROW, EXCLUDED = 1, 2  # flags in the free low bits of a window row's address
+NOTED = 2  # number of the barrier behind which `noted` is written; the splitters use number 1
 
 
 class Shared(NamedTuple):
@@ -37,12 +38,13 @@ class Shared(NamedTuple):
 
     ring: window_ring.Storage
     closing: cute.Tensor  # [4, rows looked at together] row, position, request and KV slot of those that close a window, in order
+    noted: cute.Tensor | None  # [2 or 3, pooling threads] position, request and, if saved on the way, slot of rows from `first_noted` on
     merging: splitters.Storage
     word: cute.Tensor  # [1] of thread 0
 
 
 @dataclass(frozen=True)
-class CompressKernel:
+class CompressKernel(StepRows):
     """names: of the compiled function's arguments, in order. writer: from `Arguments` to a row writer."""
 
     plan: Plan
@@ -60,10 +62,10 @@ class CompressKernel:
         evenly = row_count
         if cutlass.const_expr(plan.late):
             evenly = row_count - cutlass.select_(arguments.may_meet(), plan.late_rows(row_count), Int32(0))
-        bits, by_state_rows = Int32(plan.unit_bits(row_count, deal)), Divisor.of(Int32(arguments.state.shape[1]))
-        rows = plan.rows_of(evenly, deal, bits)
+        bits = plan.unit_bits(row_count, deal, memory.extent(arguments.state_block_table))
+        rows, bits, by_state_rows = plan.rows_of(evenly, deal, bits), Int32(bits), Divisor.of(Int32(arguments.state.shape[1]))
         self.kernel(arguments, rows, evenly, Int32(deal), bits, by_state_rows, self.splitter.shift(blocks)).launch(
-            grid=[plan.teams(evenly, deal, bits) * blocks, 1, 1],
+            grid=[plan.teams(evenly, deal) * blocks, 1, 1],
             block=[plan.threads, 1, 1],
             min_blocks_per_mp=plan.resident,
             preferred_smem_carveout=-1,  # the driver's default; without a value the DSL would ask a device
@@ -98,6 +100,11 @@ class CompressKernel:
                 self.produce(mA, shared, share, by_state_rows, dealt, tid % WARP)
         pdl.end(self.pdl, mA.independent)
 
+    @property
+    def notes(self) -> bool:
+        """Whether rows of this step may be noted."""
+        return bool(self.plan.widest) and "kv_score" in self.names
+
     def allocate(self) -> Shared:
         smem = SmemAllocator()
 
@@ -107,6 +114,7 @@ class CompressKernel:
         return Shared(
             ring=self.plan.ring.allocate(array),
             closing=array(Int32, 4, WARP * self.plan.looks),
+            noted=array(Int32, 2 + self.plan.on_the_way, self.plan.pooling) if self.notes else None,
             merging=self.splitter.allocate(array),
             word=array(Int32, 1),
         )
@@ -116,110 +124,137 @@ class CompressKernel:
         plan = self.plan
         deal = self.splitter.fixed(deal, plan.deal)
         bits = bits if plan.fixed_bits is None else plan.fixed_bits
-        return Dealt(team, rows, evenly, deal, bits, plan.teams(evenly, deal, bits))
+        return Dealt(team, rows, evenly, deal, bits, plan.teams(evenly, deal))
 
     def row_of(self, dealt: Dealt, i: Int32) -> Int32:
-        """The row that a team takes as its i-th of those that are dealt evenly, or `NO_ROW`."""
-        t = self.plan.row_of(dealt.team, i, dealt.deal, dealt.bits, self.splitter.remainder)
+        """The row that a team takes as its i-th, or `NO_ROW` where that is none of those dealt evenly."""
+        t = self.plan.row_of(dealt.team, i, dealt.deal, dealt.bits, self.splitter.unit_of)
         return cutlass.select_((i < dealt.rows) & (t < dealt.evenly), t, Int32(NO_ROW))
 
-    def row_limit(self, mA: Arguments) -> Int32:
-        """Rows that every per-row tensor has; those behind are padding."""
-        limit = cutlass.min(memory.extent(mA.state_slots), memory.extent(mA.positions))
-        return cutlass.min(limit, cutlass.min(memory.extent(mA.token_to_req), memory.extent(mA.kv_slots)))
-
-    def is_real(self, mA: Arguments, slot: Int64, position: Int64, request: Int32) -> Boolean:
-        """Whether a row of these is none of the padding."""
-        return (slot >= 0) & (position >= 0) & memory.in_range(request, memory.extent(mA.state_block_table))
-
     # Finding windows
-
-    def look(self, mA: Arguments, t: Int32) -> tuple:
-        """State slot, position, request and KV slot of a row."""
-        return Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t]), Int64(mA.kv_slots[t])
-
-    def closes(self, mA: Arguments, fact: tuple) -> Boolean:
-        """Whether a row of these facts closes a window whose result has a place."""
-        slot, position, request, kv_slot = fact
-        last = (position & (self.plan.ratio - 1)) == self.plan.ratio - 1
-        closes = self.is_real(mA, slot, position, request) & last & (position < memory.extent(mA.cos_sin))
-        return closes & memory.in_range(kv_slot, Int64(mA.kv_cache.shape[0]) * Int64(mA.kv_cache.shape[1]))
 
     @cute.jit
     def produce(self, mA: Arguments, shared: Shared, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
         """One warp: find the windows that close among this block's rows, and have their rows copied into the ring."""
         plan, ring = self.plan, self.plan.ring
-        span = cutlass.const_expr(min(WARP, plan.window))  # lanes of a window
-        together = cutlass.const_expr(WARP // span)  # windows that are located together
-        limit, late = self.row_limit(mA), cutlass.const_expr(bool(plan.late))
-        tickets = (memory.extent(mA.state_slots) - dealt.evenly + (TICKET - 1)) // TICKET if late else None
+        limit = self.row_limit(mA)
         times = cute.make_rmem_tensor(cute.make_layout(plan.looks), Int32)
         for q in cutlass.range_constexpr(plan.looks):
             times[q] = self.row_of(dealt, WARP * q + lane)
             pdl.settle(self.pdl, shared.closing.iterator + 4 * (WARP * q + lane), cutlass.min(times[q], limit - 1))
         cute.arch.sync_warp()
         pdl.begin(self.pdl, mA.independent)
-        n, turn, nth, start, going = Int32(0), Int32(0), Int32(0), Int32(0), limit > 0
-        while going:
-            count = Int32(0)
-            # All loads are under way before the first is waited for.
-            facts = [self.look(mA, cutlass.min(times[q], limit - 1)) for q in range(plan.looks)]
-            for q in cutlass.range_constexpr(plan.looks):
-                closes = (times[q] < limit) & self.closes(mA, facts[q])
-                mask = Int32(cute.arch.vote_ballot_sync(closes))
-                if closes:
-                    place = count + cute.arch.popc(mask & ((Int32(1) << lane) - 1))
-                    shared.closing[0, place] = times[q]
-                    for i in cutlass.range_constexpr(1, 4):
-                        shared.closing[i, place] = Int32(facts[q][i])
-                count += cute.arch.popc(mask)
-            cute.arch.sync_warp()
-            for first in cutlass.range(0, count, together, unroll=1):
-                part, has_part = self.splitter.part(share, nth)
-                own = plan.window >> part.shift  # rows of a window that this block pools
-                passes = cutlass.max(own // span, 1) * Int32(has_part)  # rows of a lane
-                stages = cutlass.min(own, span) // ring.rows
-                which = cutlass.min(first + lane // span, count - 1)
-                t_closing, closing, request_closing, kv_slot = (shared.closing[i, which] for i in range(4))
-                angles = cute.make_rmem_tensor(cute.make_layout(ROPE_DIM // span), Float32)
-                angle_row = memory.base_address(mA.cos_sin) + Int64(closing - (plan.ratio - 1)) * memory.byte_stride(mA.cos_sin, 0)
-                for q in cutlass.range_constexpr(ROPE_DIM // span):
-                    angles[q] = memory.at(angle_row + Int64(lane % span) * 4, Float32, ROPE_DIM, alignment=4)[q * span]
-                for p in cutlass.range(passes, unroll=1):
-                    k = part.rank * own + p * span + lane % span
-                    address, goal = self.locate(
-                        mA, by_state_rows, t_closing, closing, request_closing, cutlass.min(k, Int32(plan.window - 1))
-                    )
-                    values = (address & -4) + plan.half(lane % span) * 4
-                    from_step = cutlass.select_((address & STEP_ROW) != 0, Float32(1.0), Float32(0.0))
-                    for w in cutlass.range_constexpr(together):
-                        if first + w < count:
-                            mine = lane - w * span
-                            target_slot = cute.arch.shuffle_sync(kv_slot, w * span)
-                            excluded = Int32(cute.arch.vote_ballot_sync((address & EXCLUDED) != 0)) >> (w * span)
-                            for s in cutlass.range(stages, unroll=1):
-                                ring.wait_empty(shared.ring, n)
-                                row = cutlass.select_(memory.in_range(mine, span), mine - s * ring.rows, Int32(-1))
-                                ring.fetch(shared.ring, n, values, values + plan.width * 4, from_step, goal, row, lane)
-                                if (p == 0) & (s == 0) & memory.in_range(mine, span):
-                                    for q in cutlass.range_constexpr(ROPE_DIM // span):
-                                        shared.ring.rotation[q * span + mine, turn % ring.slots] = angles[q]
-                                words = (self.splitter.label(nth), target_slot, excluded >> (s * ring.rows))
-                                ring.publish(shared.ring, n, words, lane)
-                                n += 1
-                            turn += cutlass.select_(p == passes - 1, Int32(1), Int32(0))
-                nth += together
-            cute.arch.sync_warp()
-            start += WARP * plan.looks
-            going = start < dealt.rows
-            for q in cutlass.range_constexpr(plan.looks):
-                times[q] = self.row_of(dealt, start + WARP * q + lane)
-            if cutlass.const_expr(late):
+        n, turn, nth = Int32(0), Int32(0), Int32(0)
+        common = (mA, shared, share, by_state_rows, dealt)
+        if cutlass.const_expr(plan.late):
+            tickets = (memory.extent(mA.state_slots) - dealt.evenly + (TICKET - 1)) // TICKET
+            start, going = Int32(0), limit > 0
+            while going:
+                count = self.find_closing(mA, shared, times, limit, lane)
+                n, turn, nth = self.fetch_windows(*common, count, n, turn, nth, lane)
+                start += WARP
+                going = start < dealt.rows
+                times[0] = self.row_of(dealt, start + lane)
                 if (not going) & (tickets > 0):
                     ticket = self.take_ticket(mA, tickets, lane)
                     going = ticket < tickets
                     times[0] = cutlass.select_(lane < TICKET, dealt.evenly + ticket * TICKET + lane, Int32(NO_ROW))
+        else:
+            for start in cutlass.range(0, cutlass.select_(limit > 0, dealt.rows, Int32(0)), WARP * plan.looks, unroll=1):
+                count = self.find_closing(mA, shared, times, cutlass.min(limit, dealt.evenly), lane)
+                if cutlass.const_expr(self.notes):
+                    if (start == 0) & self.is_wide(dealt):
+                        cute.arch.barrier(barrier_id=NOTED, number_of_threads=plan.pooling + WARP)
+                n, turn, nth = self.fetch_windows(*common, count, n, turn, nth, lane)
+                for q in cutlass.range_constexpr(plan.looks):
+                    times[q] = self.row_of(dealt, start + WARP * (plan.looks + q) + lane)
         ring.end(shared.ring, n, lane)
+
+    @cute.jit
+    def find_closing(self, mA: Arguments, shared: Shared, times: cute.Tensor, limit: Int32, lane: Int32) -> Int32:
+        """Write down which of these rows close a window: how many."""
+        count = Int32(0)
+        # All loads are under way before the first is waited for.
+        facts = [self.look(mA, cutlass.min(times[q], limit - 1)) for q in range(cute.size(times))]
+        for q in cutlass.range_constexpr(cute.size(times)):
+            closes = (times[q] < limit) & self.closes(mA, facts[q])
+            mask = Int32(cute.arch.vote_ballot_sync(closes))
+            if closes:
+                place = count + cute.arch.popc(mask & ((Int32(1) << lane) - 1))
+                shared.closing[0, place] = times[q]
+                for i in cutlass.range_constexpr(1, 4):
+                    shared.closing[i, place] = Int32(facts[q][i])
+            count += cute.arch.popc(mask)
+        cute.arch.sync_warp()
+        return count
+
+    @cute.jit
+    def fetch_windows(
+        self,
+        mA: Arguments,
+        shared: Shared,
+        share: splitters.Share,
+        by_state_rows: Divisor,
+        dealt: Dealt,
+        count: Int32,
+        n: Int32,
+        turn: Int32,
+        nth: Int32,
+        lane: Int32,
+    ) -> tuple:
+        """Have this block's rows of the windows written down copied into the ring, from stage n on: the new (n, turn, nth)."""
+        plan, ring = self.plan, self.plan.ring
+        span = cutlass.const_expr(min(WARP, plan.window))  # lanes of a window
+        together = cutlass.const_expr(WARP // span)  # windows that are located together
+        noted = self.first_noted(share, dealt)
+        for first in cutlass.range(0, count, together, unroll=1):
+            part, has_part = self.splitter.part(share, nth)
+            own = plan.window >> part.shift  # rows of a window that this block pools
+            passes = cutlass.max(own // span, 1) * Int32(has_part)  # rows of a lane
+            stages = cutlass.min(own, span) // ring.rows
+            which = cutlass.min(first + lane // span, count - 1)
+            t_closing, closing, request_closing, kv_slot = (shared.closing[i, which] for i in range(4))
+            for p in cutlass.range(passes, unroll=1):
+                k = cutlass.min(part.rank * own + p * span + lane % span, Int32(plan.window - 1))
+                if cutlass.const_expr(self.notes):
+                    address, goal = Int64(0), Int64(0)
+                    if self.is_wide(dealt):
+                        address, goal = self.find_noted(mA, shared, by_state_rows, t_closing, closing, request_closing, k, noted)
+                    if not cute.arch.vote_all_sync(address != 0):
+                        address, goal = self.locate(mA, by_state_rows, t_closing, closing, request_closing, k)
+                    angles = self.load_angles(mA, closing, lane % span, span)
+                else:
+                    angles = self.load_angles(mA, closing, lane % span, span)
+                    address, goal = self.locate(mA, by_state_rows, t_closing, closing, request_closing, k)
+                values = (address & -4) + plan.half(lane % span) * 4
+                behind = Int32(0)  # bit of each lane whose row lies directly behind that of the lane before
+                if cutlass.const_expr(ring.whole):
+                    behind = Int32(cute.arch.vote_ballot_sync(values - cute.arch.shuffle_sync_up(values, 1) == 2 * plan.width * 4))
+                from_step = cutlass.select_((address & STEP_ROW) != 0, Float32(1.0), Float32(0.0))
+                for w in cutlass.range_constexpr(together):
+                    if first + w < count:
+                        mine = lane - w * span
+                        target_slot, excluded = kv_slot, Int32(0)
+                        if cutlass.const_expr(together > 1):
+                            target_slot = cute.arch.shuffle_sync(kv_slot, w * span)
+                        if cutlass.const_expr(overlap(plan.ratio) > 0):
+                            excluded = Int32(cute.arch.vote_ballot_sync((address & EXCLUDED) != 0)) >> (w * span)
+                        for s in cutlass.range(stages, unroll=1):
+                            ring.wait_empty(shared.ring, n)
+                            row = cutlass.select_(memory.in_range(mine, span), mine - s * ring.rows, Int32(-1))
+                            joined = behind >> (s * ring.rows)
+                            ring.fetch(shared.ring, n, values, values + plan.width * 4, from_step, goal, row, joined, lane)
+                            # With the last stage: `finish` reads them behind it, and the first ones do not wait for the load.
+                            if (p == passes - 1) & (s == stages - 1) & memory.in_range(mine, span):
+                                for q in cutlass.range_constexpr(ROPE_DIM // span):
+                                    shared.ring.rotation[q * span + mine, turn % ring.slots] = angles[q]
+                            words = (self.splitter.label(nth), target_slot, excluded >> (s * ring.rows))
+                            ring.publish(shared.ring, n, words, lane)
+                            n += 1
+                        turn += cutlass.select_(p == passes - 1, Int32(1), Int32(0))
+            nth += together
+        cute.arch.sync_warp()
+        return n, turn, nth
 
     @cute.jit
     def take_ticket(self, mA: Arguments, tickets: Int32, lane: Int32) -> Int32:
@@ -233,22 +268,62 @@ class CompressKernel:
             ticket = memory.take_number(memory.base_address(mA.scratch), tickets + Int32(cute.arch.grid_dim()[0]) - 1)
         return cute.arch.shuffle_sync(ticket, 0)
 
-    def score_address(self, mA: Arguments, t: Int32) -> Int64:
-        """Byte address of row t of `kv_score`."""
-        return memory.base_address(mA.kv_score) + Int64(t) * memory.byte_stride(mA.kv_score, 0)
+    @cute.jit
+    def load_angles(self, mA: Arguments, closing: Int32, lane: Int32, lanes: cutlass.Constexpr) -> cute.Tensor:
+        """A lane's angles of the window that closes at this position, those of `lanes` lanes in turn."""
+        angles = cute.make_rmem_tensor(cute.make_layout(ROPE_DIM // lanes), Float32)
+        row = memory.base_address(mA.cos_sin) + Int64(closing - (self.plan.ratio - 1)) * memory.byte_stride(mA.cos_sin, 0)
+        for q in cutlass.range_constexpr(ROPE_DIM // lanes):
+            angles[q] = memory.at(row + Int64(lane) * 4, Float32, ROPE_DIM, alignment=4)[q * lanes]
+        return angles
 
-    def state_address(self, mA: Arguments, block: Int64, offset: Int64) -> Int64:
-        """Byte address of a state row."""
-        return memory.base_address(mA.state) + block * memory.byte_stride(mA.state, 0) + offset * memory.byte_stride(mA.state, 1)
+    def is_wide(self, dealt: Dealt) -> Boolean:
+        """Whether a team's rows lie together, so that those of this step which its windows take are worth noting."""
+        return dealt.bits >= self.plan.unit.bit_length()
 
-    def state_rows(self, mA: Arguments) -> Int64:
-        """Rows of the state pool."""
-        return Int64(mA.state.shape[0]) * Int64(mA.state.shape[1])
+    def first_noted(self, share: splitters.Share, dealt: Dealt) -> Int32:
+        """The first row that windows which close in the team's first unit may take in this block, where the unit is wide."""
+        return self.row_of(dealt, Int32(0)) - (self.plan.window - 1) + self.first_row(self.splitter.part(share, Int32(0))[0])
 
-    def slot_address(self, mA: Arguments, by_state_rows: Divisor, slot: Int64) -> Int64:
-        """Byte address of the state row of a slot of the pool. 31 bits hold any slot of a state pool that fits a GPU's memory."""
-        block = by_state_rows.quotient(Int32(slot))
-        return self.state_address(mA, Int64(block), Int64(Int32(slot) - block * Int32(mA.state.shape[1])))
+    @cute.jit
+    def note_rows(self, mA: Arguments, shared: Shared, share: splitters.Share, dealt: Dealt, tid: Int32):
+        """Pooling threads: note a row each, so that no window of the team's first unit waits for a second look. Ones that no window can
+        take from this step get position -1."""
+        if self.is_wide(dealt):
+            t, position, request, slot = self.first_noted(share, dealt) + tid, Int32(-1), Int32(0), Int32(0)
+            if memory.in_range(t, self.row_limit(mA)):
+                state_slot, there, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
+                position = cutlass.select_((state_slot >= 0) & (there < 2**31), Int32(cutlass.max(there, Int64(-1))), Int32(-1))
+                slot = cutlass.select_(state_slot < self.state_rows(mA), Int32(state_slot), Int32(2**31 - 1))
+            shared.noted[0, tid], shared.noted[1, tid] = position, request
+            if cutlass.const_expr(self.plan.on_the_way):
+                shared.noted[2, tid] = slot
+            cute.arch.barrier_arrive(barrier_id=NOTED, number_of_threads=self.plan.pooling + WARP)
+
+    @cute.jit
+    def find_noted(
+        self,
+        mA: Arguments,
+        shared: Shared,
+        by_state_rows: Divisor,
+        t: Int32,
+        position: Int32,
+        request: Int32,
+        k: Int32,
+        noted: Int32,
+    ) -> tuple:
+        """What `locate` finds, where that is a row of this step that is noted; else 0."""
+        plan, back = self.plan, self.plan.window - 1 - k
+        i = t - back - noted
+        address, goal = Int64(0), Int64(0)
+        if memory.in_range(i, plan.pooling):
+            if (shared.noted[0, i] == position - back) & (shared.noted[1, i] == request):
+                address = self.score_address(mA, t - back) + STEP_ROW
+                if cutlass.const_expr(plan.on_the_way):
+                    slot = Int64(shared.noted[2, i])
+                    if slot < self.state_rows(mA):
+                        goal = self.slot_address(mA, by_state_rows, slot)
+        return address, goal
 
     @cute.jit
     def locate(self, mA: Arguments, by_state_rows: Divisor, t: Int32, position: Int32, request: Int32, k: Int32) -> tuple:
@@ -258,7 +333,7 @@ class CompressKernel:
         row one group later, which lies in the window, and is marked as excluded. A column past the table counts as entry 0.
         """
         plan = self.plan
-        excluded = position - (plan.window - 1) + k < 0
+        excluded = (position - (plan.window - 1) + k < 0) & (overlap(plan.ratio) > 0)
         k = k + cutlass.select_(excluded, Int32(overlap(plan.ratio)), Int32(0))
         back = plan.window - 1 - k
         p = position - back
@@ -317,6 +392,8 @@ class CompressKernel:
         finishing = self.splitter.finishing(share)
         owned = finishing.rank * (HEAD_DIM >> finishing.shift) + (tid & ((plan.pooling >> finishing.shift) - 1)) * plan.columns
         pdl.begin(self.pdl, mA.independent)
+        if cutlass.const_expr(self.notes):
+            self.note_rows(mA, shared, share, dealt, tid)
         self.prefetch_rows(mA, share, by_state_rows, dealt, tid)
         early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
         weight = norm_rope.load_weight(mA.norm_weight, owned, plan.columns) if early else None
@@ -439,80 +516,3 @@ class CompressKernel:
         if self.splitter.owns(share, tid):
             norm_rope.normalise_rotate(pooled, squares, mA.eps, weight, column >= NOPE_DIM, rotation)
             self.writer(mA).write(mA.kv_cache, Uint32(kv_slot), column, pooled, tid % WARP)
-
-    def ape_address(self, mA: Arguments, place: Int32, column: Int32) -> Int64:
-        """Byte address of the position embedding of a place in the group."""
-        return memory.base_address(mA.ape) + (Int64(place) * self.plan.width + Int64(column)) * 4
-
-    # Saving
-
-    @cute.jit
-    def save(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, lane: Int32):
-        """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition.
-
-        A warp copies rows one after another, each a trip to memory, and rows to be saved are often neighbours, a request's last ones. So
-        each of n blocks takes every n-th row of the step, whoever pools it.
-        """
-        plan, columns = self.plan, self.plan.vector
-        pieces = cutlass.const_expr(plan.width // columns // WARP)
-        limit = self.row_limit(mA)
-        pdl.begin(self.pdl, mA.independent)
-        stretch = plan.saved_row(0, 0, WARP, dealt.teams, share.shift)
-        for start in cutlass.range(dealt.team, limit, stretch, unroll=1):
-            t = start + plan.saved_row(0, share.rank, lane, dealt.teams, share.shift)
-            target, place = Int64(0), Int32(0)
-            if t < limit:
-                slot, position, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
-                if self.is_real(mA, slot, position, request) & (slot < self.state_rows(mA)):
-                    saved = Boolean(True)
-                    if cutlass.const_expr(plan.on_the_way):
-                        saved = not self.is_pooled(mA, t, position, request, limit)
-                    elif cutlass.const_expr(mA.seq_lens is not None):
-                        saved = self.is_saved(mA, Int64(Int32(position)), Int64(mA.seq_lens[request]))
-                    if saved:
-                        target = self.slot_address(mA, by_state_rows, slot)
-                        place = Int32(position) & (plan.ratio - 1)
-            source = self.score_address(mA, t)
-            mask = Int32(cute.arch.vote_ballot_sync(target != 0))
-            nth, done = cute.arch.popc(mask & ((Int32(1) << lane) - 1)), Int32(0)
-            if (target != 0) & (nth < AHEAD):
-                memory.prefetch(source, 2 * plan.width * 4)
-            while mask != 0:
-                values, scores, biases = (cute.make_rmem_tensor(cute.make_layout((columns, pieces)), Float32) for _ in range(3))
-                owner = cute.arch.popc((mask & -mask) - 1)
-                to, row, ape_row = (cute.arch.shuffle_sync(value, owner) for value in (target, source, place))
-                for q in cutlass.range_constexpr(pieces):
-                    column = (lane + q * WARP) * columns
-                    memory.load_vector(row + Int64(column) * 4, values[None, q], memory.STREAM, streaming=self.plan.streaming)
-                    memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q], memory.STREAM, streaming=self.plan.streaming)
-                    memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q])
-                if (target != 0) & (nth == AHEAD + done):
-                    memory.prefetch(source, 2 * plan.width * 4)
-                for q in cutlass.range_constexpr(pieces):
-                    column = (lane + q * WARP) * columns
-                    for c in cutlass.range_constexpr(columns):
-                        scores[c, q] = scores[c, q] + biases[c, q]
-                    memory.store_vector(to + Int64(column) * 4, values[None, q], streaming=self.plan.streaming)
-                    memory.store_vector(to + Int64(column + plan.width) * 4, scores[None, q], streaming=self.plan.streaming)
-                mask, done = mask & (mask - 1), done + 1
-
-    @cute.jit
-    def is_pooled(self, mA: Arguments, t: Int32, position: Int64, request: Int32, limit: Int32) -> Boolean:
-        """Whether windows of this step pool all columns of row t: its own and, with an overlap, the next one."""
-        pooled = Boolean(True)
-        last = t + (self.plan.ratio - 1 - (Int32(position) & (self.plan.ratio - 1)))
-        for ahead in cutlass.range_constexpr(0, overlap(self.plan.ratio) + 1, self.plan.ratio):
-            closing, found = last + ahead, Boolean(False)
-            if closing < limit:
-                fact = self.look(mA, closing)
-                found = (fact[2] == request) & (fact[1] == position + Int64(closing - t)) & self.closes(mA, fact)
-            pooled = pooled & found
-        return pooled
-
-    def is_saved(self, mA: Arguments, position: Int64, seq: Int64) -> Boolean:
-        """`save_policy.is_saved`, without overflow for any position an int32 holds."""
-        last = (position + overlap(self.plan.ratio)) | (self.plan.ratio - 1)
-        open_window = cutlass.max(position + 1, seq - Int64(mA.rollback)) <= cutlass.min(last, seq)
-        stride = Uint32(cutlass.max(mA.prefix_stride, 1))
-        prefix = (mA.prefix_stride > 0) & (Int64(Uint32(last) // stride * stride) > position)
-        return open_window | prefix

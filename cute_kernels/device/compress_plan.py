@@ -1,6 +1,5 @@
 """How the compressor's work is cut: threads and stages of a block, and which rows of a step each block takes."""
 
-import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,8 +29,10 @@ class Plan:
     looks          groups of 32 rows that are looked at together
     slots          stages in flight
     saver          a warp saves rows
-    unit           consecutive rows that are dealt together
+    unit           consecutive rows that are dealt together; `widest` says when more are
     middle         the same for middle steps, where one window more is much for a block; but rows that lie together make padding uneven
+    widest         0, or the most consecutive rows that are dealt together in dense steps, those of a window's rows a request or more: as
+                   few as give each team one unit, so that all rows of its windows lie near
     deal           teams over which neighbouring units are dealt, and the most there are, where the splitter does not say
     resident       blocks that should fit on an SM at once: bounds the registers
     late           (rows of a block, how many of them): from so many rows a block on, so many are dealt late, by tickets; (): none are
@@ -47,6 +48,7 @@ class Plan:
     saver: bool
     unit: int
     middle: int
+    widest: int
     deal: int
     resident: int
     late: tuple[tuple[int, int], ...]
@@ -106,13 +108,16 @@ class Plan:
     @property
     def fixed_bits(self) -> int | None:
         """log2 of the rows of a unit, where all steps have the same."""
-        return self.unit.bit_length() - 1 if self.middle == self.unit else None
+        return self.unit.bit_length() - 1 if self.middle == self.unit and not self.widest else None
 
-    def unit_bits(self, row_count: Int32, deal: Int32):
-        """log2 of the rows of a unit, for a step of `row_count` rows (host)."""
+    def unit_bits(self, row_count: Int32, deal: Int32, requests: Int32):
+        """log2 of the rows of a unit, for a step of `row_count` rows and a block table of `requests` rows (host)."""
         if self.fixed_bits is not None:
             return self.fixed_bits
         bits = self.unit.bit_length() - 1
+        if self.widest:
+            dense = cutlass.min(row_count // cutlass.max(requests * self.ratio, 1), 1)
+            return bits + dense * sum(cutlass.min((row_count - 1) // (deal << b), 1) for b in range(bits, self.widest.bit_length() - 1))
         first, last = (cutlass.min(row_count // (rows * deal), 1) for rows in MIDDLE)
         return bits + (first - last) * (self.middle.bit_length() - 1 - bits)
 
@@ -121,19 +126,19 @@ class Plan:
         stretch = deal << bits
         return cutlass.max((evenly + (stretch - 1)) // stretch, 1) << bits
 
-    def row_of(self, team: Int32, i: Int32, deal: Int32, bits, remainder=operator.mod) -> Int32:
+    def row_of(self, team: Int32, i: Int32, deal: Int32, bits, unit_of=lambda n, deal, bits: n % deal) -> Int32:
         """The row that a team takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
         on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different teams."""
         turn = i >> bits
-        return ((turn * deal + remainder(team + turn, deal)) << bits) + (i & ((1 << bits) - 1))
+        return ((turn * deal + unit_of(team + turn, deal, bits)) << bits) + (i & ((1 << bits) - 1))
 
     def saved_row(self, team, rank, i, teams, shift):
         """The row that the rank-th of a team's 2^shift blocks examines as its i-th, to save it: of n blocks, every n-th of the step."""
         return team + ((i << shift) + rank) * teams
 
-    def teams(self, evenly: Int32, deal: Int32, bits) -> Int32:
-        """Teams: `deal`, or as many as there are units."""
-        return cutlass.min((evenly + ((1 << bits) - 1)) >> bits, deal)
+    def teams(self, evenly: Int32, deal: Int32) -> Int32:
+        """Teams: `deal`, or as many as there are units. Where units are wide some may take no row: they save."""
+        return cutlass.min((evenly + (self.unit - 1)) // self.unit, deal)
 
 
 def plan_of(spec: CompressStoreSpec) -> Plan:
@@ -147,11 +152,11 @@ def plan_of(spec: CompressStoreSpec) -> Plan:
     if spec.ratio == 4:
         return Plan(
             ratio=4, vector=vector, columns=4, batch=8, looks=1, slots=3, saver=spec.scores,
-            unit=1, middle=4, deal=264, resident=2, late=LATE[every_row:], on_the_way=every_row,
+            unit=1, middle=4, widest=0, deal=264, resident=2, late=LATE[every_row:], on_the_way=every_row,
         )  # fmt: skip
     return Plan(
         ratio=128, vector=vector, columns=2, batch=4 if every_row else 8, looks=4, slots=4 if every_row else 2, saver=spec.scores,
-        unit=4, middle=4, deal=128, resident=2, late=(), on_the_way=every_row,
+        unit=4, middle=4, widest=128, deal=128, resident=2, late=(), on_the_way=every_row,
     )  # fmt: skip
 
 

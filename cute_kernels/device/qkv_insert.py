@@ -279,7 +279,7 @@ def fetch(addresses: list, stage: Stage, lanes: cutlass.Constexpr):
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(stage.full, HEADS * HEAD_DIM * 2)
         for k in cutlass.range_constexpr(HEADS):
-            copy_bulk(sources[k], stage.heads.iterator + k * HEAD_DIM, HEAD_DIM * 2 // 4, stage.full)
+            copy_bulk(sources[k], stage.heads.iterator + k * HEAD_DIM, HEAD_DIM * 2, stage.full)
     in_order()
 
 

@@ -85,27 +85,45 @@ class WindowRing:
         self.publish(ring, n, (Int32(END), Int32(0), Int32(0)), lane)
 
     @cute.jit
-    def fetch(self, ring: Storage, n: Int32, values: Int64, scores: Int64, from_step: Float32, goal: Int64, row: Int32, lane: Int32):
+    def fetch(
+        self,
+        ring: Storage,
+        n: Int32,
+        values: Int64,
+        scores: Int64,
+        from_step: Float32,
+        goal: Int64,
+        row: Int32,
+        joined: Int32,
+        lane: Int32,
+    ):
         """Issue the copies of a lane's row of stage n, if `row` is one. The whole warp calls; `publish` must follow.
+
+        Copies of several lanes are issued one after another. So rows of one piece each, of which each but the first lies directly behind
+        the one before, as bits 1 to rows - 1 of `joined` say, are one copy, of the first one's lane.
 
         Where their lines leave the L2 first, the tables that say where rows lie stay there instead, and every window waits for two looks
         at them.
         """
         full = ring.full.iterator + n % self.slots
-        if lane == 0:
-            cute.arch.mbarrier_expect_tx(full, self.rows * 2 * HEAD_DIM * 4)
-        cute.arch.sync_warp()
+        target = ring.rows.iterator + cute.crd2idx((0, 0, row, n % self.slots), ring.rows.layout)
+        if cutlass.const_expr(self.whole):
+            later = cutlass.const_expr((1 << self.rows) - 2)
+            one = (joined & later) == later
+            size = cutlass.select_(one, Int32(self.rows * 2 * HEAD_DIM * 4), Int32(2 * HEAD_DIM * 4))
+            if memory.in_range(row, cutlass.select_(one, Int32(1), Int32(self.rows))):
+                copy_bulk(values, target, size, full, streaming=self.streaming)
         if memory.in_range(row, self.rows):
-            target = ring.rows.iterator + cute.crd2idx((0, 0, row, n % self.slots), ring.rows.layout)
-            if cutlass.const_expr(self.whole):
-                copy_bulk(values, target, 2 * HEAD_DIM, full, streaming=self.streaming)
-            else:
-                copy_bulk(values, target, HEAD_DIM, full, streaming=self.streaming)
-                copy_bulk(scores, target + HEAD_DIM, HEAD_DIM, full, streaming=self.streaming)
+            if cutlass.const_expr(not self.whole):
+                for half, address in ((0, values), (HEAD_DIM, scores)):
+                    copy_bulk(address, target + half, HEAD_DIM * 4, full, streaming=self.streaming)
             if cutlass.const_expr(self.scores):
                 ring.from_step[row, n % self.slots] = from_step
             if cutlass.const_expr(self.goals):
                 ring.goals[row, n % self.slots] = goal
+        # Behind the copies, which so start earlier: the phase lasts until this lane, too, has arrived.
+        if lane == 0:
+            cute.arch.mbarrier_expect_tx(full, self.rows * 2 * HEAD_DIM * 4)
 
     @cute.jit
     def publish(self, ring: Storage, n: Int32, words: tuple, lane: Int32):
@@ -146,19 +164,23 @@ class WindowRing:
         return found
 
 
-def copy_bulk(address: Int64, target, count: int, barrier, streaming: bool = False) -> None:
-    """Start one asynchronous copy of `count` fp32 numbers from global to this block's shared memory, counted by `barrier`.
+def copy_bulk(address: Int64, target, size: int | Int32, barrier, streaming: bool = False) -> None:
+    """Start one asynchronous copy of `size` bytes from global to this block's shared memory, counted by `barrier`.
 
     The DSL's copy atom names its target as an address of the cluster, by an instruction that SM120 objects shall not hold.
 
     streaming   the lines leave the L2 first
     """
-    operands = [Int32(target.toint()).ir_value(), address.ir_value(), Int32(barrier.toint()).ir_value()]
-    hint, policy = (".L2::cache_hint", ", $3") if streaming else ("", "")
+    operands, kinds, hint, policy, count = [Int32(target.toint()), address, Int32(barrier.toint())], "r,l,r", "", "", str(size)
+    if not isinstance(size, int):
+        operands, kinds, count = [*operands, size], f"{kinds},r", f"${len(operands)}"
+    if streaming:
+        hint, policy = ".L2::cache_hint", f", ${len(operands)}"
+        operands, kinds = [*operands, Int64(memory.EVICT_FIRST)], f"{kinds},l"
     llvm.inline_asm(
         None,
-        [*operands, Int64(memory.EVICT_FIRST).ir_value()] if streaming else operands,
-        f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{hint} [$0], [$1], {count * 4}, [$2]{policy};",
-        "r,l,r,l" if streaming else "r,l,r",
+        [operand.ir_value() for operand in operands],
+        f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{hint} [$0], [$1], {count}, [$2]{policy};",
+        kinds,
         has_side_effects=True,
     )

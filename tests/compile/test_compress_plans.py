@@ -52,7 +52,7 @@ def test_the_last_rows_of_long_steps_are_dealt_late(spec: CompressStoreSpec, cou
 def test_neighbours_are_saved_by_different_blocks(spec: CompressStoreSpec, count: int) -> None:
     """Of n blocks that save, any n rows in a row fall on different ones; and every row falls on one."""
     plan, (blocks, deal) = plan_of(spec), split_of(spec, count)
-    teams = plan.teams(evenly(spec, count), deal, plan.unit_bits(count, deal))
+    teams = plan.teams(evenly(spec, count), deal)
     n, by = teams * blocks, {}
     for team in range(teams):
         for rank in range(blocks):
@@ -81,9 +81,25 @@ def test_no_block_of_a_middle_step_has_more_windows_than_need_be(spec: CompressS
 
 @pytest.mark.parametrize("spec", specs())
 def test_leading_rows_of_a_padded_step_spread_over_the_teams(spec: CompressStoreSpec) -> None:
-    plan, (_, deal) = plan_of(spec), split_of(spec, 8192)
-    live = [sum(t < 256 for t in rows) for rows in dealt(spec, 8192)]
+    """A step of many requests, at least; else those rows are a prompt's, and few of them close a window of ratio 128."""
+    plan, (_, deal) = plan_of(spec), split_of(spec, 8192, 256)
+    live = [sum(t < 256 for t in rows) for rows in dealt(spec, 8192, 256)]
     assert max(live) <= max(plan.unit, -(-256 // deal // plan.unit) * plan.unit)
+
+
+@pytest.mark.parametrize("spec", [s for s in specs() if s.values[0].ratio == 128])
+def test_a_team_of_a_dense_step_has_one_unit(spec: CompressStoreSpec) -> None:
+    """As long as its rows fit into one; and the pooling threads can note all rows that a window closing there takes from the step."""
+    plan = plan_of(spec)
+    for count in range(128, 40_000, 100):
+        for requests in (1, count // 128, count // 128 + 1):
+            blocks, deal = split_of(spec, count, requests)
+            bits = plan.unit_bits(count, deal, requests)
+            dense = requests <= count // 128
+            assert bits <= 7 and (1 << bits) + plan.window // blocks - 1 <= plan.pooling
+            assert bits == 2 or deal << (bits - 1) < count
+            assert not dense or bits == 7 or plan.rows_of(count, deal, bits) == 1 << bits
+            assert dense or bits == 2
 
 
 @pytest.mark.parametrize("spec", specs())

@@ -86,7 +86,7 @@ def long_step(spec: CompressStoreSpec, **options: Any) -> CompressCase:
         requests += [Request(0, t - at)] * (t > at) + [Request(spec.ratio * (k % 3 + 1) - 1, 1)]
         at = t + 1
     case = make_compress_case(requests, seed=10, **options)
-    assert plan.rows_of(evenly(spec, at), deal, plan.unit_bits(at, deal)) > 32 and split_of(spec, at)[1] == deal
+    assert plan.rows_of(evenly(spec, at), deal, plan.unit_bits(at, deal, at)) > 32 and split_of(spec, at)[1] == deal
     case.state_slots[[t for t in range(at) if t not in rows]] = -1
     return case
 
@@ -143,6 +143,23 @@ def test_blocks_of_many_rows(target: Target, ratio: int, save: SavePolicy) -> No
     case = long_step(spec, ratio=ratio, kv_format=kv_format, save=save)
     report = check_compress(case, run(case, target))
     assert report.rows == 12
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("save", [POLICY, SavePolicy.EVERY_ROW], ids=["policy", "every_row"])
+def test_noted_rows_of_dense_steps(target: Target, save: SavePolicy) -> None:
+    """Prompts that begin and end anywhere in a window, rows of it from the state pool in between, and each width of a unit; rows that lie
+    directly one behind another, which are copied together, and others."""
+    requests = [Request(3 * 128 - 1, 1), Request(0, 300), Request(700, 180), Request(128 + 100, 29), Request(61, 200)]
+    options: dict[str, Any] = {"ratio": 128, "kv_format": FORMATS[target.family][0], "save": save}
+    spec = CompressStoreSpec(target, ratio=128, kv_format=options["kv_format"], save="every_row" if save.every_row else "policy")
+    made = [make_compress_case(requests, padding=5, skipped=0.02, stale_blocks=True, seed=14, strided=s, **options) for s in (False, True)]
+    seen = set()
+    for i, count in enumerate((len(made[0].state_slots), 1025, 2049, 4097, 16385)):
+        case = made[i % 2]
+        seen.add(plan_of(spec).unit_bits(count, split_of(spec, count, 5)[1], 5))
+        assert check_compress(case, run(lengthened(case, count), target)).rows >= 6
+    assert seen == {6, 7}
 
 
 def live_rows(count: int, positions: dict[int, int], **options: Any) -> CompressCase:

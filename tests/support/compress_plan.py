@@ -29,11 +29,11 @@ def evenly(spec: CompressStoreSpec, count: int) -> int:
     return count - plan_of(spec).late_rows(count)
 
 
-def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
+def dealt(spec: CompressStoreSpec, count: int, requests: int = 1) -> list[list[int]]:
     """The rows of each team, of those of a step of `count` rows that are dealt evenly."""
-    plan, (_, deal) = plan_of(spec), split_of(spec, count)
-    even, bits = evenly(spec, count), plan.unit_bits(count, deal)
-    own, teams = range(plan.rows_of(even, deal, bits)), range(plan.teams(even, deal, bits))
+    plan, (_, deal) = plan_of(spec), split_of(spec, count, requests)
+    even, bits = evenly(spec, count), plan.unit_bits(count, deal, requests)
+    own, teams = range(plan.rows_of(even, deal, bits)), range(plan.teams(even, deal))
     of = [[plan.row_of(team, i, deal, bits) for i in own] for team in teams]
     return [[t for t in rows if t < even] for rows in of]
 
@@ -41,14 +41,14 @@ def dealt(spec: CompressStoreSpec, count: int) -> list[list[int]]:
 def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
     """Three teams with nine rows each to pool, and one block with four to save; all these close a ratio-4 window. Other rows are padding.
 
-    More windows than a ring has stages, and more rows than a saving warp has on their way (`compress.AHEAD`). (None closes a window of
+    More windows than a ring has stages, and more rows than a saving warp has on their way (`compress_rows.AHEAD`). (None closes a window of
     ratio 128, which has many stages by itself: there rows are saved only.)
     """
     plan, (blocks, deal) = plan_of(spec), split_of(spec, 1)
-    bits = plan.unit_bits(9 * deal, deal)
+    bits = plan.unit_bits(9 * deal, deal, 9 * deal)
     rows = {plan.row_of(team, i, deal, bits) for team in range(3) for i in range(9)} | {i * deal * blocks for i in range(4)}
     count = max(rows) + 1
-    assert split_of(spec, count)[1] == deal and plan.unit_bits(count, deal) == bits
+    assert split_of(spec, count)[1] == deal and plan.unit_bits(count, deal, count) == bits
     case = make_compress_case([Request(4 * (k % 5) + 3, 1) for k in range(count)], seed=9, **options)
     case.state_slots[[t for t in range(count) if t not in rows]] = -1
     return case
