@@ -2,8 +2,8 @@
 
 Every place that the kernel may write remembers who wrote it last, who read it last, which cluster read it, and whether somebody did so
 by a load that is not coherent (`.nc`). Threads of a cluster are ordered by its barriers (`clocks`), those of different ones only by what
-they release and acquire in global memory (`communication`). Two strong accesses, or writing the value that is there already, are no
-conflict.
+they release and acquire in global memory (`communication`). Two strong accesses, of different clusters both of the whole GPU's scope, or
+writing the value that is there already, are no conflict.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from ptx_emulator.memory import Buffer, Manner
 
 _MANY = -1
-_STRONG = 1 << 31
+_STRONG, _WIDE = 1 << 31, 1 << 30
 _PAGE = 12  # bits of a number within a page of places
 
 
 class _Record:
     """Of one buffer, by places of some bytes.
 
-    writes   of the last write, (thread + 1) << 32 | _STRONG if it was | date
+    writes   of the last write, (thread + 1) << 32 | _STRONG if it was | _WIDE if of the whole GPU | date
     reads    the same of the last read: of several readers of a place, one
     readers  cluster + 1 of the weak ones, or _MANY
     fixed    somebody read it as memory that does not change during the launch
@@ -128,17 +128,17 @@ class GlobalRaces:
         """Of threads numbered through all chunks."""
         return thread // (self._clocks().width * 32)
 
-    def _unordered(self, lanes: np.ndarray, noted: np.ndarray, strong: bool) -> np.ndarray:
+    def _unordered(self, lanes: np.ndarray, noted: np.ndarray, manner: Manner) -> np.ndarray:
         """Whether accesses of other threads (`_Record.writes`) are not ordered before what these lanes do."""
         mine, other = lanes + self.base, (noted >> 32) - 1
         bad = (noted != 0) & (other != mine)
-        if strong:
-            bad &= noted & _STRONG == 0
+        if manner.strong:
+            bad &= (noted & _STRONG == 0) | (self._cluster(other) != self._cluster(mine)) & ~(manner.wide & (noted & _WIDE != 0))
         index = np.flatnonzero(bad)
         if not index.size:
             return bad
         clocks, cluster = self._clocks(), self._cluster(other[index])
-        rows, date = clocks.row[lanes[index]], (noted[index] & (_STRONG - 1)).astype(np.int32)
+        rows, date = clocks.row[lanes[index]], (noted[index] & (_WIDE - 1)).astype(np.int32)
         thread = (other[index] % (clocks.width * 32)).astype(np.int32)
         near = cluster == self._cluster(mine[index])
         late = np.empty(index.size, bool)
@@ -147,21 +147,21 @@ class GlobalRaces:
         bad[index] = late
         return bad
 
-    def _dated(self, lanes: np.ndarray, strong: bool) -> np.ndarray:
+    def _dated(self, lanes: np.ndarray, manner: Manner) -> np.ndarray:
         """What is noted of accesses that these lanes make now."""
         dates = self._clocks().clock[lanes // 32]
-        return (lanes + (self.base + 1)).astype(np.int64) << 32 | (_STRONG if strong else 0) | dates
+        return (lanes + (self.base + 1)).astype(np.int64) << 32 | (_STRONG * manner.strong | _WIDE * manner.wide) | dates
 
     def read(self, buffer: Buffer, lanes: np.ndarray, place: np.ndarray, width: int, count: int, manner: Manner) -> None:
         """Check and note loads of `count` elements of `width` bytes at `place`, in elements."""
         record = self._record(buffer)
         if place.size < lanes.size:
             place = np.broadcast_to(place, lanes.shape)
-        now = self._dated(lanes, manner.strong)
+        now = self._dated(lanes, manner)
         for cell in self._cells(record, place, width, count):
             written = record.writes[cell]
             if written.any():
-                bad = self._unordered(lanes, written, manner.strong) if manner.coherent else written != 0
+                bad = self._unordered(lanes, written, manner) if manner.coherent else written != 0
                 if bad.any():
                     i = int(np.flatnonzero(bad)[0])
                     who = self._who(int(written[i] >> 32) - 1)
@@ -185,7 +185,7 @@ class GlobalRaces:
     ) -> np.ndarray | None:
         """Check and note stores before they are carried out; which of them meet another of this very instruction (None: none does)."""
         record = self._record(buffer)
-        mine, cluster = self._dated(lanes, manner.strong), self._cluster(lanes + self.base) + 1
+        mine, cluster = self._dated(lanes, manner), self._cluster(lanes + self.base) + 1
         met: np.ndarray | None = None
 
         def refuse(bad: np.ndarray, what: str, noted: np.ndarray | None = None) -> None:
@@ -199,13 +199,13 @@ class GlobalRaces:
         for cell in self._cells(record, place, width, len(values)):
             written = record.writes[cell]
             if written.any():
-                refuse(self._unordered(lanes, written, manner.strong), "writes another value than {who}", written)
+                refuse(self._unordered(lanes, written, manner), "writes another value than {who}", written)
             if record.readers.size and not self.communication.released:
                 readers = record.readers[cell]
                 refuse((readers != 0) & (readers != cluster), "writes what another block reads in this launch")
             if record.reads.size:
                 read = record.reads[cell]
-                refuse(self._unordered(lanes, read, manner.strong), "writes what {who} has read", read)
+                refuse(self._unordered(lanes, read, manner), "writes what {who} has read", read)
             if record.fixed.size:
                 refuse(record.fixed[cell], "writes what is read by loads that are not coherent (.nc)")
             record.writes[cell] = mine

@@ -27,6 +27,7 @@ from ptx_emulator.specials import special_value
 
 _SPIN_LIMIT = 64  # polls in a row that change nothing before a wait counts as a deadlock
 _LOOP_LIMIT = 250_000  # basic blocks in a row without a barrier, an mbarrier or an exit before a loop counts as endless
+_ROUNDS = 256  # looks at global memory, while nobody stores and nobody else can go on, before a loop of them counts as endless
 _PATIENCE = 1000  # such blocks before all who can run take turns: one may spin until another has written
 
 
@@ -142,6 +143,7 @@ class Machine:
         self.turn = -1  # of those in `ready`, who ran last
         self.parked: dict[int, list[Fragment]] = {}
         self.polling: list[Fragment] = []
+        self.yielding: list[Fragment] = []
         self.asked = np.zeros(total, bool)  # the thread's last mbarrier wait was in vain
         self.events = 0
         self.giving_up = False  # pollers go on with "not yet": nothing else can run
@@ -170,6 +172,10 @@ class Machine:
         """Keep a fragment at its mbarrier wait until something changes."""
         self.polling.append(f)
 
+    def poll_memory(self, f: Fragment) -> None:
+        """Keep a fragment that goes round a loop which looks at global memory until all others have gone as far as they can."""
+        self.yielding.append(f)
+
     def run(self) -> None:
         """Execute until every thread has left; raises `KernelFault`."""
         with np.errstate(all="ignore"):
@@ -178,12 +184,12 @@ class Machine:
     def _run(self) -> None:
         blocks = self.program.blocks
         spins, seen, polled = 0, -1, -1
-        steps, before = 0, -1
+        steps, rounds, before, stored = 0, 0, -1, -1
         while True:
             steps = steps + 1 if before == self.events else 0
             before = self.events
             if steps > _LOOP_LIMIT:
-                self._endless()
+                self._endless(f"{_LOOP_LIMIT} basic blocks in a row in which no thread met a barrier or left")
             if not self.heap:
                 if self.mbarriers.complete_pending():
                     self._requeue_polling()
@@ -191,6 +197,15 @@ class Machine:
                 if self.polling and polled != self.events:
                     polled = self.events
                     self._requeue_polling()
+                    continue
+                if self.yielding:
+                    now = self.events + self.counters.stored
+                    rounds, stored = rounds + 1 if stored == now else 0, now
+                    waiting, self.yielding = self.yielding, []
+                    for f in waiting:
+                        self.enqueue(f)
+                    if rounds > _ROUNDS:
+                        self._endless(f"{_ROUNDS} looks at memory that nobody is left to write")
                     continue
                 if self.polling:
                     spins = spins + 1 if seen == self.events else 0
@@ -270,14 +285,15 @@ class Machine:
         if block.negated:
             taken = ~taken
         after = block.index + 1
+        again = self.poll_memory if block.polls and target <= block.index else self.enqueue
         if taken.all():
             f.pc = target
-            self.enqueue(f)
+            again(f)
         elif not taken.any():
             f.pc = after
             self.enqueue(f)
         else:
-            self.enqueue(f.take(np.flatnonzero(taken), blocks[target].live_in, target))
+            again(f.take(np.flatnonzero(taken), blocks[target].live_in, target))
             self.enqueue(f.take(np.flatnonzero(~taken), blocks[after].live_in, after))
 
     def _branch_table(self, f: Fragment, block: Block, condition: int) -> None:
@@ -327,10 +343,9 @@ class Machine:
         if self.races:
             self.races.finish()
 
-    def _endless(self) -> None:
+    def _endless(self, message: str) -> None:
         pc = min(self.ready)
         f, instruction = self.ready[pc][0], self.program.blocks[pc].instructions[0]
-        message = f"{_LOOP_LIMIT} basic blocks in a row in which no thread met a barrier or left"
         raise self.fault("endless loop", message, f, 0, instruction)
 
     def _deadlock(self) -> None:

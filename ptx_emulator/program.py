@@ -61,12 +61,16 @@ def collective(*names: str) -> Callable[[Builder], Builder]:
     return register
 
 
+_POLLS = frozenset(("relaxed", "acquire", "volatile", "mmio"))
+
+
 @dataclass
 class Block:
     """A basic block: `steps`, or one `collective`; then a branch on `condition` to `target`, else on to the next block.
 
     `ends` marks blocks whose last act is to leave the kernel. `table` holds the targets of an indexed branch on slot `condition`.
     `guarded` counts apart, by its position in the block, each instruction that runs for those alone whose predicate holds.
+    `polls`: it has loads of global memory that are not weak.
     """
 
     index: int
@@ -81,6 +85,7 @@ class Block:
     ends: bool = False
     trap: bool = False
     guarded: dict[int, int] = field(default_factory=dict)
+    polls: bool = False
     reads: int = 0
     writes: int = 0
     live_in: list[int] = field(default_factory=list)
@@ -337,6 +342,8 @@ class Program:
     def _instruction(self, block: Block, ins: ptx.Instruction, account: Callable[[bool], None]) -> None:
         """Adds one instruction to its block."""
         build, base = self.build, ins.base
+        if base in ("ld", "atom") and not any(m.startswith("shared") for m in ins.modifiers):
+            block.polls |= base == "atom" or not _POLLS.isdisjoint(ins.modifiers)
         if base in ("bra", "brx", "ret", "exit", "trap"):
             form = {"bra": ({"uni"}, 1), "brx": ({"idx", "uni"}, 2), "ret": ({"uni"}, 0)}.get(base, (set[str](), 0))
             if set(ins.modifiers) - form[0] or len(ins.operands) != form[1]:

@@ -60,6 +60,32 @@ END:
     """,
 )
 
+# Block 0 hands words over to block 1, each of which says by itself that it is there, and is zero again afterwards; block 1 comes first
+# in the text. Words, then what block 1 got.
+WORDS = entry(
+    ".param .u64 y",
+    """
+    ld.param.b64 %l1, [y];
+    mov.u32 %r1, %tid.x;
+    mov.u32 %r2, %ctaid.x;
+    mul.wide.u32 %l2, %r1, 4;
+    add.s64 %l2, %l1, %l2;
+    setp.eq.u32 %p1, %r2, 0;
+    @%p1 bra GIVE;
+WAIT:
+    ld.relaxed.gpu.global.b32 %r4, [%l2];
+    setp.eq.u32 %p2, %r4, 0;
+    @%p2 bra WAIT;
+    st.relaxed.gpu.global.b32 [%l2], 0;
+    st.global.b32 [%l2+128], %r4;
+    bra END;
+GIVE:
+    add.s32 %r3, %r1, 5;
+    st.relaxed.gpu.global.b32 [%l2], %r3;
+END:
+    """,
+)
+
 # Each block leaves 64 words in y and counts itself; the last one to do so sums the words of all blocks, and puts the count back.
 LAST = entry(
     ".param .u64 y, .param .u64 z",

@@ -9,7 +9,7 @@ import pytest
 
 from ptx_emulator import KernelFault, Memory
 from ptx_emulator.memory import AccessFault
-from tests.emulator.small_global_kernels import CHAIN, HANDOVER, LAST, run_chain, run_handover, run_last
+from tests.emulator.small_global_kernels import CHAIN, HANDOVER, LAST, WORDS, run_chain, run_handover, run_last
 from tests.emulator.small_kernels import changed, entry, fault_of, run_vector
 
 HEAD = """
@@ -76,6 +76,7 @@ SET, POLL = "st.release.gpu.global.b32 [%l2+128], 1;", "ld.acquire.gpu.global.b3
 ADD, LOOK = "red.release.gpu.global.add.u32 [%l2+128], 1;", "atom.acquire.gpu.global.or.b32 %r4, [%l2+128], 0;"
 WIDE = "fence.acq_rel.gpu;"
 SET_LATE, POLL_EARLY = f"{WIDE}\nst.relaxed.gpu.global.b32 [%l2+128], 1;", "ld.relaxed.gpu.global.b32 %r4, [%l2+128];"
+GIVEN = "st.relaxed.gpu.global.b32 [%l2], %r3;"
 COUNT = f"{WIDE}\natom.add.global.u32 %r5, [%l2], 1;\n{WIDE}"
 
 
@@ -113,6 +114,29 @@ def test_blocks_may_communicate(write: str, read: str) -> None:
 def test_blocks_communicate_by_release_and_acquire(write: str, read: str) -> None:
     with pytest.raises(KernelFault, match="reads what thread"):
         run_handover(changed(HANDOVER, (SET, write), (POLL, read)))
+
+
+def test_words_that_say_that_they_are_there() -> None:
+    """They need no order but that of each place."""
+    y = run_vector(WORDS, threads=32, grid=2, count=64)
+    assert not y[:32].any() and (y[32:] == np.arange(5, 37)).all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "check"),
+    [
+        pytest.param(GIVEN, GIVEN.replace(".relaxed.gpu", ""), "global-memory race", id="weak"),
+        pytest.param(GIVEN, GIVEN.replace("gpu", "cta"), "global-memory race", id="for the block"),
+        pytest.param("ld.relaxed.gpu", "ld.relaxed.cta", "global-memory race", id="from the block"),
+        pytest.param("ld.relaxed.gpu", "ld", "global-memory race", id="weak load"),
+        pytest.param("st.relaxed.gpu.global.b32 [%l2], 0", "st.global.b32 [%l2], 0", "global-memory race", id="weak zero"),
+        pytest.param("@%p1 bra GIVE", "@%p1 bra END", "endless loop", id="never there"),
+    ],
+)
+def test_words_that_do_not(old: str, new: str, check: str) -> None:
+    with pytest.raises(KernelFault) as caught:
+        run_vector(changed(WORDS, (old, new)), threads=32, grid=2, count=64)
+    assert caught.value.check == check, caught.value
 
 
 def test_the_last_block_knows_of_all() -> None:
