@@ -166,8 +166,9 @@ class CompressKernel(StepRows):
                     if (start == 0) & self.is_wide(dealt):
                         cute.arch.barrier(barrier_id=NOTED, number_of_threads=plan.pooling + WARP)
                 n, turn, nth = self.fetch_windows(*common, count, n, turn, nth, lane)
-                for q in cutlass.range_constexpr(plan.looks):
-                    times[q] = self.row_of(dealt, start + WARP * (plan.looks + q) + lane)
+                if start + WARP * plan.looks < dealt.rows:
+                    for q in cutlass.range_constexpr(plan.looks):
+                        times[q] = self.row_of(dealt, start + WARP * (plan.looks + q) + lane)
         ring.end(shared.ring, n, lane)
 
     @cute.jit
@@ -247,7 +248,7 @@ class CompressKernel(StepRows):
                             # With the last stage: `finish` reads them behind it, and the first ones do not wait for the load.
                             if (p == passes - 1) & (s == stages - 1) & memory.in_range(mine, span):
                                 for q in cutlass.range_constexpr(ROPE_DIM // span):
-                                    shared.ring.rotation[q * span + mine, turn % ring.slots] = angles[q]
+                                    shared.ring.rotation[q * span + mine, ring.slot(turn)] = angles[q]
                             words = (self.splitter.label(nth), target_slot, excluded >> (s * ring.rows))
                             ring.publish(shared.ring, n, words, lane)
                             n += 1
@@ -291,9 +292,10 @@ class CompressKernel(StepRows):
         take from this step get position -1."""
         if self.is_wide(dealt):
             t, position, request, slot = self.first_noted(share, dealt) + tid, Int32(-1), Int32(0), Int32(0)
-            if memory.in_range(t, self.row_limit(mA)):
+            wanted = (Int32(1) << dealt.bits) + (self.plan.window >> share.shift) - 1  # rows in which its part of a window may lie
+            if (tid < wanted) & memory.in_range(t, self.row_limit(mA)):
                 state_slot, there, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
-                position = cutlass.select_((state_slot >= 0) & (there < 2**31), Int32(cutlass.max(there, Int64(-1))), Int32(-1))
+                position = cutlass.select_((state_slot >= 0) & ((there >> 31) == 0), Int32(there), Int32(-1))
                 slot = cutlass.select_(state_slot < self.state_rows(mA), Int32(state_slot), Int32(2**31 - 1))
             shared.noted[0, tid], shared.noted[1, tid] = position, request
             if cutlass.const_expr(self.plan.on_the_way):
@@ -404,7 +406,7 @@ class CompressKernel(StepRows):
         ring.wait_full(shared.ring, n)
         flags = shared.ring.notes[0, 0]
         while flags != window_ring.END:
-            kv_slot = shared.ring.notes[1, n % ring.slots]
+            kv_slot = shared.ring.notes[1, ring.slot(n)]
             part, _ = self.splitter.part(share, flags >> 1)
             first, after = (self.first_row(p) for p in (part, self.splitter.part(share, (flags >> 1) + 1)[0]))
             chunks = self.splitter.chunks >> part.shift  # of a window that this block pools
@@ -420,7 +422,7 @@ class CompressKernel(StepRows):
                         self.load_bias(mA, row, column, coming)
                         ring.wait_full(shared.ring, n)
                     values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-                    excluded = shared.ring.notes[2, n % ring.slots]
+                    excluded = shared.ring.notes[2, ring.slot(n)]
                     ring.read(shared.ring, n, column, values, logits)
                     self.add_bias(shared, n, bias, logits)
                     if cutlass.const_expr(plan.on_the_way):
@@ -435,7 +437,7 @@ class CompressKernel(StepRows):
                 self.finish(mA, shared, finishing, partial, kv_slot, owned, weight, rotation, turn, tid)
             turn += 1
             ring.wait_full(shared.ring, n)
-            flags = shared.ring.notes[0, n % ring.slots]
+            flags = shared.ring.notes[0, ring.slot(n)]
 
     def first_row(self, part: splitters.Share) -> Int32:
         """The first row of a block's part in a window."""
@@ -444,31 +446,33 @@ class CompressKernel(StepRows):
     @cute.jit
     def load_rotation(self, shared: Shared, turn: Int32, column: Int32) -> cute.Tensor:
         """Cosines, then sines, of a thread's pairs in the window of this turn."""
-        slots, pairs = self.plan.slots, cutlass.const_expr(self.plan.columns // 2)
+        slot, pairs = self.plan.ring.slot(turn), cutlass.const_expr(self.plan.columns // 2)
         rotation = cute.make_rmem_tensor(cute.make_layout(2 * pairs), Float32)
         rotation.fill(0.0)
         if column >= NOPE_DIM:
             for j in cutlass.range_constexpr(pairs):
-                rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, turn % slots]
-                rotation[pairs + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, turn % slots]
+                rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, slot]
+                rotation[pairs + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, slot]
         return rotation
 
     @cute.jit
     def save_pooled(self, shared: Shared, n: Int32, column: Int32, values: cute.Tensor, logits: cute.Tensor):
         """Save this thread's columns of the rows of stage n that have a goal: rows of this step all."""
         for k in cutlass.range_constexpr(self.plan.batch):
-            goal = shared.ring.goals[k, n % self.plan.slots]
+            goal = shared.ring.goals[k, self.plan.ring.slot(n)]
             if goal != 0:
                 memory.store_vector(goal + Int64(column) * 4, values[None, k], streaming=self.plan.streaming)
                 memory.store_vector(goal + Int64(column + self.plan.width) * 4, logits[None, k], streaming=self.plan.streaming)
 
     @cute.jit
     def load_bias(self, mA: Arguments, first: Int32, column: Int32, bias: cute.Tensor):
-        """Position embeddings of a thread's columns for `batch` rows of the window, from row `first` on."""
+        """Position embeddings of a thread's columns for `batch` rows of the window, from row `first` on, a multiple of `batch`: so their
+        places in the group follow one on another, or, at ratio 4, where a batch is all rows, do so twice."""
+        plan = self.plan
         if cutlass.const_expr(mA.kv_score is not None):
-            for k in cutlass.range_constexpr(self.plan.batch):
-                row = first + k
-                memory.load_vector(self.ape_address(mA, row % self.plan.ratio, column + self.plan.half(row)), bias[None, k])
+            address = self.ape_address(mA, first, column)
+            for k in cutlass.range_constexpr(plan.batch):
+                memory.load_vector(address + 4 * (k % plan.ratio * plan.width + plan.half(k)), bias[None, k])
 
     def add_bias(self, shared: Shared, n: Int32, bias: cute.Tensor, logits: cute.Tensor) -> None:
         """Add position embeddings to the scores of this step's rows in stage n: a row's factor is 1 or 0, and a finite embedding times 0

@@ -70,7 +70,7 @@ class RowScratch(Tree):
         return tid < self.threads
 
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
-        return splitters.sum_in_block(storage.totals[None, turn % 2], squares, self.columns, self.threads, tid)
+        return splitters.sum_in_block(storage.totals[None, turn & 1], squares, self.columns, self.threads, tid)
 
     def root(self, address: Int64) -> pooling.Partial:
         """A block's root, of one thread's columns."""

@@ -128,7 +128,7 @@ class OneBlock(Alike):
 
     def sum(self, storage: Storage, share: Share, squares: Float32, turn: Int32, tid: Int32) -> Float32:
         """The sum of squares of all columns; each thread hands in that of its columns' group of 64."""
-        return sum_in_block(storage.totals[None, turn % 2], squares, self.columns, HEAD_DIM // self.columns, tid)
+        return sum_in_block(storage.totals[None, turn & 1], squares, self.columns, HEAD_DIM // self.columns, tid)
 
 
 @dataclass(frozen=True)
@@ -296,8 +296,8 @@ class RowCluster(Tree, Alike):
         """
         if share.shift > 0:
             if turn > 0:
-                cute.arch.mbarrier_wait(storage.barriers.iterator + (turn - 1) % 2, (turn - 1) // 2 % 2)
-            barrier, owners = storage.barriers.iterator + (2 + turn % 2), self.owners(share)
+                cute.arch.mbarrier_wait(storage.barriers.iterator + ((turn - 1) & 1), ((turn - 1) >> 1) & 1)
+            barrier, owners = storage.barriers.iterator + (2 + (turn & 1)), self.owners(share)
             if tid == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, HEAD_DIM * 4 * 3)
             for q in cutlass.range_constexpr(3):
@@ -305,7 +305,7 @@ class RowCluster(Tree, Alike):
                 bits = tuple(convert.bits_of(partial[q][c]) for c in range(self.columns))
                 cute.arch.store_async_dsmem(place.iterator, bits, barrier, tid >> (self.threads.bit_length() - 1 - share.shift))
             if tid < owners:
-                cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
+                cute.arch.mbarrier_wait(barrier, (turn >> 1) & 1)
                 for shift in self.shifts():
                     if share.shift == shift:
                         root = self.tree(lambda block: self.load(storage, block, owners, tid), 0, 1 << shift)
@@ -319,7 +319,7 @@ class RowCluster(Tree, Alike):
 
         A barrier is used every second turn. A block two turns ahead cannot be: it needs this block's sums of the turn between.
         """
-        barrier, slots = storage.barriers.iterator + turn % 2, storage.totals[None, turn % 2]
+        barrier, slots = storage.barriers.iterator + (turn & 1), storage.totals[None, turn & 1]
         own, together = Int32(SUMS) >> share.shift, cutlass.const_expr(self.threads // SUMS)
         cute.arch.sync_warp()  # what the warp has read of parts and sums before, others may overwrite once they have its sums
         if tid == 0:
@@ -328,5 +328,5 @@ class RowCluster(Tree, Alike):
             place = slots.iterator + (share.rank * own + tid // together)
             cute.arch.store_async_dsmem(place, convert.bits_of(squares), barrier, tid % together)
         if tid < cutlass.max(self.owners(share), Int32(WARP)):
-            cute.arch.mbarrier_wait(barrier, turn // 2 % 2)
+            cute.arch.mbarrier_wait(barrier, (turn >> 1) & 1)
         return pooling.total_of(slots)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass._mlir.dialects import llvm
 
 from cute_kernels.device import WARP, memory
@@ -52,6 +52,14 @@ class WindowRing:
     goals: bool
     streaming: bool
 
+    def slot(self, n: Int32) -> Int32:
+        """Where stage n lies. Unsigned: of a signed number the rest takes six instructions, in loops that every stage goes through."""
+        return Int32(Uint32(n) % self.slots)
+
+    def phase(self, n: Int32) -> Int32:
+        """Parity of the phase that stage n completes."""
+        return Int32(Uint32(n) // self.slots % 2)
+
     def allocate(self, array) -> Storage:
         """Shared memory, made by `array(dtype, *shape)`."""
         return Storage(
@@ -76,7 +84,7 @@ class WindowRing:
     def wait_empty(self, ring: Storage, n: Int32):
         """Wait until the slot of stage n is free."""
         if n >= self.slots:
-            cute.arch.mbarrier_wait(ring.empty.iterator + n % self.slots, (n // self.slots - 1) % 2)
+            cute.arch.mbarrier_wait(ring.empty.iterator + self.slot(n), self.phase(n) ^ 1)
 
     @cute.jit
     def end(self, ring: Storage, n: Int32, lane: Int32):
@@ -105,8 +113,8 @@ class WindowRing:
         Where their lines leave the L2 first, the tables that say where rows lie stay there instead, and every window waits for two looks
         at them.
         """
-        full = ring.full.iterator + n % self.slots
-        target = ring.rows.iterator + cute.crd2idx((0, 0, row, n % self.slots), ring.rows.layout)
+        full = ring.full.iterator + self.slot(n)
+        target = ring.rows.iterator + cute.crd2idx((0, 0, row, self.slot(n)), ring.rows.layout)
         if cutlass.const_expr(self.whole):
             later = cutlass.const_expr((1 << self.rows) - 2)
             one = (joined & later) == later
@@ -118,9 +126,9 @@ class WindowRing:
                 for half, address in ((0, values), (HEAD_DIM, scores)):
                     copy_bulk(address, target + half, HEAD_DIM * 4, full, streaming=self.streaming)
             if cutlass.const_expr(self.scores):
-                ring.from_step[row, n % self.slots] = from_step
+                ring.from_step[row, self.slot(n)] = from_step
             if cutlass.const_expr(self.goals):
-                ring.goals[row, n % self.slots] = goal
+                ring.goals[row, self.slot(n)] = goal
         # Behind the copies, which so start earlier: the phase lasts until this lane, too, has arrived.
         if lane == 0:
             cute.arch.mbarrier_expect_tx(full, self.rows * 2 * HEAD_DIM * 4)
@@ -130,13 +138,13 @@ class WindowRing:
         """Write the note of stage n. The whole warp calls; what its lanes wrote before is published, too."""
         if lane == 0:
             for q in cutlass.range_constexpr(NOTE):
-                ring.notes[q, n % self.slots] = words[q]
-        cute.arch.mbarrier_arrive(ring.full.iterator + n % self.slots)
+                ring.notes[q, self.slot(n)] = words[q]
+        cute.arch.mbarrier_arrive(ring.full.iterator + self.slot(n))
 
     @cute.jit
     def wait_full(self, ring: Storage, n: Int32):
         """Wait for stage n and its note."""
-        cute.arch.mbarrier_wait(ring.full.iterator + n % self.slots, n // self.slots % 2)
+        cute.arch.mbarrier_wait(ring.full.iterator + self.slot(n), self.phase(n))
 
     def release(self, ring: Storage, n: Int32) -> None:
         """This thread has read stage n.
@@ -145,7 +153,7 @@ class WindowRing:
         may overtake loads that are still under way.
         """
         cute.arch.fence_view_async_shared()
-        cute.arch.mbarrier_arrive(ring.empty.iterator + n % self.slots)
+        cute.arch.mbarrier_arrive(ring.empty.iterator + self.slot(n))
 
     @cute.jit
     def read(self, ring: Storage, n: Int32, column: Int32, values: cute.Tensor, logits: cute.Tensor):
@@ -153,14 +161,14 @@ class WindowRing:
         columns = cutlass.const_expr(values.shape[0])
         for part, fragment in enumerate((logits, values)):
             for k in range(values.shape[1]):
-                place = ring.rows.iterator + cute.crd2idx((column, 1 - part, k, n % self.slots), ring.rows.layout)
+                place = ring.rows.iterator + cute.crd2idx((column, 1 - part, k, self.slot(n)), ring.rows.layout)
                 pointer = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=columns * 4)
                 cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(columns)), fragment[None, k])
 
     def read_from_step(self, ring: Storage, n: Int32) -> cute.Tensor:
         """1 for each row of stage n that is of this step, else 0."""
         found = cute.make_rmem_tensor(cute.make_layout(self.rows), Float32)
-        cute.autovec_copy(ring.from_step[None, n % self.slots], found)
+        cute.autovec_copy(ring.from_step[None, self.slot(n)], found)
         return found
 
 
