@@ -108,6 +108,7 @@ def test_sizes_agree(spec: CompressStoreSpec) -> None:
     plan = plan_of(spec)
     assert plan.window % plan.batch == 0 and min(32, plan.window) % plan.batch == 0
     assert 1 <= plan.slots <= plan.pooling and plan.threads <= 1024
+    assert not plan.late or plan.looks == 1, "a ticket's rows are looked at by themselves"
     assert plan.width % (32 * plan.vector) == 0, "the saving warp reads whole vectors"
     for count in COUNTS:
         blocks, _ = split_of(spec, count)
