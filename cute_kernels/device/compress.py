@@ -161,7 +161,7 @@ class CompressKernel(StepRows):
                     times[0] = cutlass.select_(lane < TICKET, dealt.evenly + ticket * TICKET + lane, Int32(NO_ROW))
         else:
             for start in cutlass.range(0, cutlass.select_(limit > 0, dealt.rows, Int32(0)), WARP * plan.looks, unroll=1):
-                count = self.find_closing(mA, shared, times, cutlass.min(limit, dealt.evenly), lane)
+                count = self.find_closing(mA, shared, times, limit, lane)
                 if cutlass.const_expr(self.notes):
                     if (start == 0) & self.is_wide(dealt):
                         cute.arch.barrier(barrier_id=NOTED, number_of_threads=plan.pooling + WARP)
@@ -207,7 +207,7 @@ class CompressKernel(StepRows):
         plan, ring = self.plan, self.plan.ring
         span = cutlass.const_expr(min(WARP, plan.window))  # lanes of a window
         together = cutlass.const_expr(WARP // span)  # windows that are located together
-        noted = self.first_noted(share, dealt)
+        noted = self.first_noted(share, dealt) if self.notes else None
         for first in cutlass.range(0, count, together, unroll=1):
             part, has_part = self.splitter.part(share, nth)
             own = plan.window >> part.shift  # rows of a window that this block pools
@@ -289,14 +289,14 @@ class CompressKernel(StepRows):
     @cute.jit
     def note_rows(self, mA: Arguments, shared: Shared, share: splitters.Share, dealt: Dealt, tid: Int32):
         """Pooling threads: note a row each, so that no window of the team's first unit waits for a second look. Ones that no window can
-        take from this step get position -1."""
+        take from this step get position -1, ones that have no place in the state pool slot -1."""
         if self.is_wide(dealt):
-            t, position, request, slot = self.first_noted(share, dealt) + tid, Int32(-1), Int32(0), Int32(0)
+            t, position, request, slot = self.first_noted(share, dealt) + tid, Int32(-1), Int32(0), Int32(-1)
             wanted = (Int32(1) << dealt.bits) + (self.plan.window >> share.shift) - 1  # rows in which its part of a window may lie
             if (tid < wanted) & memory.in_range(t, self.row_limit(mA)):
                 state_slot, there, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
                 position = cutlass.select_((state_slot >= 0) & ((there >> 31) == 0), Int32(there), Int32(-1))
-                slot = cutlass.select_(state_slot < self.state_rows(mA), Int32(state_slot), Int32(2**31 - 1))
+                slot = cutlass.select_(state_slot < self.state_rows(mA), Int32(state_slot), Int32(-1))
             shared.noted[0, tid], shared.noted[1, tid] = position, request
             if cutlass.const_expr(self.plan.on_the_way):
                 shared.noted[2, tid] = slot
@@ -322,9 +322,9 @@ class CompressKernel(StepRows):
             if (shared.noted[0, i] == position - back) & (shared.noted[1, i] == request):
                 address = self.score_address(mA, t - back) + STEP_ROW
                 if cutlass.const_expr(plan.on_the_way):
-                    slot = Int64(shared.noted[2, i])
-                    if slot < self.state_rows(mA):
-                        goal = self.slot_address(mA, by_state_rows, slot)
+                    slot = shared.noted[2, i]
+                    if slot >= 0:
+                        goal = self.slot_address(mA, by_state_rows, Int64(slot))
         return address, goal
 
     @cute.jit

@@ -126,9 +126,9 @@ class Plan:
         stretch = deal << bits
         return cutlass.max((evenly + (stretch - 1)) // stretch, 1) << bits
 
-    def row_of(self, team: Int32, i: Int32, deal: Int32, bits, unit_of=lambda n, deal, bits: n % deal) -> Int32:
+    def row_of(self, team: Int32, i: Int32, deal: Int32, bits, unit_of) -> Int32:
         """The row that a team takes as its i-th. Of every `deal` units it takes one, each time the next one, so that its units fall
-        on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different teams."""
+        on different places modulo `ratio`, and the leading rows of a long, mostly padded step on different teams. unit_of: a splitter's."""
         turn = i >> bits
         return ((turn * deal + unit_of(team + turn, deal, bits)) << bits) + (i & ((1 << bits) - 1))
 

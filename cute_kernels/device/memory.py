@@ -77,6 +77,28 @@ def take_number(counter: Int64, last: Int32) -> Int32:
     )
 
 
+def copy_bulk(address: Int64, target, size: int | Int32, barrier, streaming: bool = False) -> None:
+    """Start one asynchronous copy of `size` bytes from global to this block's shared memory, counted by `barrier`.
+
+    The DSL's copy atom names its target as an address of the cluster, by an instruction that SM120 objects shall not hold.
+
+    streaming   the lines leave the L2 first
+    """
+    operands, kinds, hint, policy, count = [Int32(target.toint()), address, Int32(barrier.toint())], "r,l,r", "", "", str(size)
+    if not isinstance(size, int):
+        operands, kinds, count = [*operands, size], f"{kinds},r", f"${len(operands)}"
+    if streaming:
+        hint, policy = ".L2::cache_hint", f", ${len(operands)}"
+        operands, kinds = [*operands, Int64(EVICT_FIRST)], f"{kinds},l"
+    llvm.inline_asm(
+        None,
+        [operand.ir_value() for operand in operands],
+        f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{hint} [$0], [$1], {count}, [$2]{policy};",
+        kinds,
+        has_side_effects=True,
+    )
+
+
 def prefetch(address: Int64, count: int) -> None:
     """Have `count` bytes brought into L2, without waiting for them; address and count are multiples of 16."""
     llvm.inline_asm(None, [address.ir_value()], f"cp.async.bulk.prefetch.L2.global [$0], {count};", "l", has_side_effects=True)

@@ -22,7 +22,6 @@ from cute_kernels.device import WARP, convert, memory, norm_rope, pdl
 from cute_kernels.device.fakes import fake_vector
 from cute_kernels.device.row_writers import CACHE_TYPES
 from cute_kernels.device.slots import Divisor
-from cute_kernels.device.window_ring import copy_bulk
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, NOPE_DIM, ROPE_DIM
 
 HEADS = 4  # of a block. A copy by blocks of 4 KB is the fastest on an H200; by 2 or 8 KB it takes 25% and 3% more.
@@ -279,7 +278,7 @@ def fetch(addresses: list, stage: Stage, lanes: cutlass.Constexpr):
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(stage.full, HEADS * HEAD_DIM * 2)
         for k in cutlass.range_constexpr(HEADS):
-            copy_bulk(sources[k], stage.heads.iterator + k * HEAD_DIM, HEAD_DIM * 2, stage.full)
+            memory.copy_bulk(sources[k], stage.heads.iterator + k * HEAD_DIM, HEAD_DIM * 2, stage.full)
     in_order()
 
 

@@ -235,7 +235,7 @@ class RowCluster(Tree, Alike):
         """Of units of 64 rows, of which a prompt closes a window in every second one, neighbours have every second one.
 
         An H200 seems to place clusters on its parts by turns: prefill 2048, 16 of 32 clusters with a window, took 6.7 µs where these were
-        every second one and 5.9 where they were neighbours (2026-11-30).
+        every second one and 6.0 where they were neighbours (2026-11-30).
         """
         n = Tree.unit_of(n, teams, bits)
         apart = cutlass.select_(2 * n >= teams, 2 * n - (teams - 1), 2 * n)

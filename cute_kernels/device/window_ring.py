@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from cutlass._mlir.dialects import llvm
 
 from cute_kernels.device import WARP, memory
 from cute_kernels.kv_format import HEAD_DIM, ROPE_DIM
@@ -120,11 +119,11 @@ class WindowRing:
             one = (joined & later) == later
             size = cutlass.select_(one, Int32(self.rows * 2 * HEAD_DIM * 4), Int32(2 * HEAD_DIM * 4))
             if memory.in_range(row, cutlass.select_(one, Int32(1), Int32(self.rows))):
-                copy_bulk(values, target, size, full, streaming=self.streaming)
+                memory.copy_bulk(values, target, size, full, streaming=self.streaming)
         if memory.in_range(row, self.rows):
             if cutlass.const_expr(not self.whole):
                 for half, address in ((0, values), (HEAD_DIM, scores)):
-                    copy_bulk(address, target + half, HEAD_DIM * 4, full, streaming=self.streaming)
+                    memory.copy_bulk(address, target + half, HEAD_DIM * 4, full, streaming=self.streaming)
             if cutlass.const_expr(self.scores):
                 ring.from_step[row, self.slot(n)] = from_step
             if cutlass.const_expr(self.goals):
@@ -170,25 +169,3 @@ class WindowRing:
         found = cute.make_rmem_tensor(cute.make_layout(self.rows), Float32)
         cute.autovec_copy(ring.from_step[None, self.slot(n)], found)
         return found
-
-
-def copy_bulk(address: Int64, target, size: int | Int32, barrier, streaming: bool = False) -> None:
-    """Start one asynchronous copy of `size` bytes from global to this block's shared memory, counted by `barrier`.
-
-    The DSL's copy atom names its target as an address of the cluster, by an instruction that SM120 objects shall not hold.
-
-    streaming   the lines leave the L2 first
-    """
-    operands, kinds, hint, policy, count = [Int32(target.toint()), address, Int32(barrier.toint())], "r,l,r", "", "", str(size)
-    if not isinstance(size, int):
-        operands, kinds, count = [*operands, size], f"{kinds},r", f"${len(operands)}"
-    if streaming:
-        hint, policy = ".L2::cache_hint", f", ${len(operands)}"
-        operands, kinds = [*operands, Int64(memory.EVICT_FIRST)], f"{kinds},l"
-    llvm.inline_asm(
-        None,
-        [operand.ir_value() for operand in operands],
-        f"cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes{hint} [$0], [$1], {count}, [$2]{policy};",
-        kinds,
-        has_side_effects=True,
-    )

@@ -35,15 +35,20 @@ def _neighbours(first: str, second: str) -> str:
 SWAP = _neighbours("st.global.b32 [%l4], %r3;", "ld.global.b32 %r5, [%l5];")
 OVERWRITE = _neighbours("ld.global.b32 %r5, [%l4];", "st.global.b32 [%l5], %r3;")
 
-# Block 0 hands words of global memory over to block 1, each with a flag of its own: words, flags, the words as block 1 got them.
-HANDOVER = entry(
-    ".param .u64 y",
-    """
+# Two blocks share the words of y: each thread's is at [%l2] in both.
+_SHARED_WORDS = """
     ld.param.b64 %l1, [y];
     mov.u32 %r1, %tid.x;
     mov.u32 %r2, %ctaid.x;
     mul.wide.u32 %l2, %r1, 4;
     add.s64 %l2, %l1, %l2;
+"""
+
+# Block 0 hands words of global memory over to block 1, each with a flag of its own: words, flags, the words as block 1 got them.
+HANDOVER = entry(
+    ".param .u64 y",
+    _SHARED_WORDS
+    + """
     setp.ne.u32 %p1, %r2, 0;
     @%p1 bra WAIT;
     add.s32 %r3, %r1, 5;
@@ -64,12 +69,8 @@ END:
 # in the text. Words, then what block 1 got.
 WORDS = entry(
     ".param .u64 y",
-    """
-    ld.param.b64 %l1, [y];
-    mov.u32 %r1, %tid.x;
-    mov.u32 %r2, %ctaid.x;
-    mul.wide.u32 %l2, %r1, 4;
-    add.s64 %l2, %l1, %l2;
+    _SHARED_WORDS
+    + """
     setp.eq.u32 %p1, %r2, 0;
     @%p1 bra GIVE;
 WAIT:

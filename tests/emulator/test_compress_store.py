@@ -23,7 +23,7 @@ from ptx_emulator import FOREIGN, UNWRITTEN, Memory, Result
 from tests.emulator.emulated import Coverage, at_alignment, emulated, prepare, sparse
 from tests.support.compress import MANY_REQUESTS, CompressCase, cancelling, lengthened, make_compress_case
 from tests.support.compress_check import check_compress, expected
-from tests.support.compress_plan import crowded, evenly, plan_of, split_of
+from tests.support.compress_plan import crowded, evenly, plan_of, row_of, split_of
 from tests.support.pools import owned_bytes
 from tests.support.steps import Request, mix
 
@@ -80,7 +80,7 @@ def long_step(spec: CompressStoreSpec, **options: Any) -> CompressCase:
     """A step whose teams take more than 32 rows: six of team 0 close a window, and six behind them, in the second pass or by tickets,
     where there are some; the rest is padding."""
     plan, (_, deal) = plan_of(spec), split_of(spec, 1)
-    rows = [plan.row_of(0, i, deal, plan.unit.bit_length() - 1) for i in (*range(6), *range(40, 46))]
+    rows = [row_of(plan, 0, i, deal, plan.unit.bit_length() - 1) for i in (*range(6), *range(40, 46))]
     requests, at = [], 0
     for k, t in enumerate(sorted(rows)):
         requests += [Request(0, t - at)] * (t > at) + [Request(spec.ratio * (k % 3 + 1) - 1, 1)]

@@ -24,6 +24,12 @@ def split_of(spec: CompressStoreSpec, count: int, requests: int = 0) -> tuple[in
     return tuple(few) if count <= most and count < 128 * requests and split[0] <= few[0] else split
 
 
+def row_of(plan: Any, team: int, i: int, deal: int, bits: int) -> int:
+    """The row that a team takes as its i-th, by the plain numbering of teams."""
+    splitters = importlib.import_module("cute_kernels.device.splitters")
+    return plan.row_of(team, i, deal, bits, splitters.OneBlock.unit_of)
+
+
 def evenly(spec: CompressStoreSpec, count: int) -> int:
     """Rows of a step that are dealt evenly, where the launch has a scratch; those behind are dealt by tickets."""
     return count - plan_of(spec).late_rows(count)
@@ -34,7 +40,7 @@ def dealt(spec: CompressStoreSpec, count: int, requests: int = 1) -> list[list[i
     plan, (_, deal) = plan_of(spec), split_of(spec, count, requests)
     even, bits = evenly(spec, count), plan.unit_bits(count, deal, requests)
     own, teams = range(plan.rows_of(even, deal, bits)), range(plan.teams(even, deal))
-    of = [[plan.row_of(team, i, deal, bits) for i in own] for team in teams]
+    of = [[row_of(plan, team, i, deal, bits) for i in own] for team in teams]
     return [[t for t in rows if t < even] for rows in of]
 
 
@@ -46,7 +52,7 @@ def crowded(spec: CompressStoreSpec, **options: Any) -> CompressCase:
     """
     plan, (blocks, deal) = plan_of(spec), split_of(spec, 1)
     bits = plan.unit_bits(9 * deal, deal, 9 * deal)
-    rows = {plan.row_of(team, i, deal, bits) for team in range(3) for i in range(9)} | {i * deal * blocks for i in range(4)}
+    rows = {row_of(plan, team, i, deal, bits) for team in range(3) for i in range(9)} | {i * deal * blocks for i in range(4)}
     count = max(rows) + 1
     assert split_of(spec, count)[1] == deal and plan.unit_bits(count, deal, count) == bits
     case = make_compress_case([Request(4 * (k % 5) + 3, 1) for k in range(count)], seed=9, **options)
