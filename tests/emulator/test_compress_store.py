@@ -148,16 +148,20 @@ def test_blocks_of_many_rows(target: Target, ratio: int, save: SavePolicy) -> No
 @pytest.mark.parametrize("target", TARGETS, ids=str)
 @pytest.mark.parametrize("save", [POLICY, SavePolicy.EVERY_ROW], ids=["policy", "every_row"])
 def test_noted_rows_of_dense_steps(target: Target, save: SavePolicy) -> None:
-    """Prompts that begin and end anywhere in a window, rows of it from the state pool in between, and each width of a unit; rows that lie
-    directly one behind another, which are copied together, and others."""
-    requests = [Request(3 * 128 - 1, 1), Request(0, 300), Request(700, 180), Request(128 + 100, 29), Request(61, 200)]
+    """Prompts that begin and end anywhere in a window, one of them where the one in front has ended; rows of it from the state pool in
+    between, or without a place there; each width of a unit; rows that lie directly one behind another, which are copied together, and
+    others."""
+    requests = [Request(3 * 128 - 1, 1), Request(0, 300), Request(700, 180), Request(128 + 100, 29), Request(0, 61), Request(61, 200)]
     options: dict[str, Any] = {"ratio": 128, "kv_format": FORMATS[target.family][0], "save": save}
     spec = CompressStoreSpec(target, ratio=128, kv_format=options["kv_format"], save="every_row" if save.every_row else "policy")
     made = [make_compress_case(requests, padding=5, skipped=0.02, stale_blocks=True, seed=14, strided=s, **options) for s in (False, True)]
+    for case in made:
+        some = case.state_slots[100:300:7]
+        some[some >= 0] = case.state.shape[0] * case.state.shape[1]
     seen = set()
     for i, count in enumerate((len(made[0].state_slots), 1025, 2049, 4097, 16385)):
         case = made[i % 2]
-        seen.add(plan_of(spec).unit_bits(count, split_of(spec, count, 5)[1], 5))
+        seen.add(plan_of(spec).unit_bits(count, split_of(spec, count, len(requests))[1], len(requests)))
         assert check_compress(case, run(lengthened(case, count), target)).rows >= 6
     assert seen == {6, 7}
 
