@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cute_kernels as ck
-from cute_kernels.compile import cache
+from cute_kernels.compile import cache, packs
 from cute_kernels.compile.freeze import frozen
 from cute_kernels.target import Target
 from tests.cpu.test_layer import COS_SIN, HEADS, KINDS, Model, Prompt
@@ -184,6 +184,7 @@ def test_a_layer_in_a_graph_equals_the_cpu(family, dtype, ratio, scratch):
 def test_a_cold_kernel_is_refused_while_capturing(tmp_path, monkeypatch):
     monkeypatch.setenv("CUTE_KERNELS_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cache, "_memory", {})
+    monkeypatch.setattr(packs, "folders", list)  # build/packs may hold it
     # Unlike any call before, for which a launch would be ready.
     a = {n: on_gpu(v) for n, v in compress_arguments(eps=3e-7).items()} | {"target": SM100}
     torch.cuda.synchronize()
