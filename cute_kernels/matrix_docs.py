@@ -196,7 +196,7 @@ what evidence. Three kinds of evidence, none of which is a run on Blackwell; not
 * **emulated**: the PTX built for sm_100a and sm_120a is executed on the CPU by `ptx_emulator`, behind the compiled host code, and
   compared with the reference (`make test-emulator`).
 * **SM90**: the same source, built as sm_90a under an explicit target, executed on an SM90 GPU (H200) by `make test-gpu`; the
-  last [record](results/README.md) names its commit, and which kernels have changed since.
+  last [record](results/README.md) names its commit.
 """
 
 _FOOT = """
