@@ -415,11 +415,7 @@ class CompressKernel(StepRows):
             for chunk in cutlass.range(chunks, unroll=1):
                 partial.clear()
                 for stage in cutlass.range(stages, unroll=1):
-                    coming = cute.make_rmem_tensor(shape, Float32)
                     if cutlass.const_expr(plan.window > ring.rows):
-                        following = chunk * stages + stage + 1
-                        row = cutlass.select_(following == chunks * stages, Int32(after), Int32(first + following * ring.rows))
-                        self.load_bias(mA, row, column, coming)
                         ring.wait_full(shared.ring, n)
                     values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
                     excluded = shared.ring.notes[2, ring.slot(n)]
@@ -429,8 +425,10 @@ class CompressKernel(StepRows):
                         self.save_pooled(shared, n, column, values, logits)
                     self.add_rows(excluded, values, logits, partial, plan.window == ring.rows)
                     ring.release(shared.ring, n)
-                    if cutlass.const_expr(plan.window > ring.rows and mA.kv_score is not None):
-                        cute.autovec_copy(coming, bias)
+                    if cutlass.const_expr(plan.window > ring.rows):
+                        following = chunk * stages + stage + 1
+                        row = cutlass.select_(following == chunks * stages, Int32(after), Int32(first + following * ring.rows))
+                        self.load_bias(mA, row, column, bias)  # behind the fence of `release`, which waits for loads under way
                     n += 1
                 self.splitter.fold(shared.merging, part, partial, chunk, tid)
             if self.splitter.gather(shared.merging, part, partial, turn, tid, mA.scratch):

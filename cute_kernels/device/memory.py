@@ -1,15 +1,16 @@
 """Global memory by 64-bit byte address: vectors in one access, scalars, and the addresses of tensor rows."""
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, CopyR2GOp
 
 STREAM = CacheEvictionPriority.NO_ALLOCATE  # read once: leave L1 to what is read again
 KEEP = CacheEvictionPriority.EVICT_NORMAL
 LINE = 128  # bytes of a line of L2
-# The L2 policy that createpolicy.fractional makes for all accesses: these lines go before any others.
+# L2 policies, as createpolicy.fractional makes them for all accesses: lines that go before any others, and the usual one.
 EVICT_FIRST = 0x12F0000000000000
+EVICT_NORMAL = 0x1000000000000000
 
 
 def base_address(tensor: cute.Tensor) -> Int64:
@@ -31,6 +32,11 @@ def at(address: Int64, dtype, count: int, alignment: int = 0) -> cute.Tensor:
 def policy_of(streaming: bool) -> dict[str, Int64]:
     """The L2 policy of a copy as its keyword argument."""
     return {"cache_policy": Int64(EVICT_FIRST)} if streaming else {}
+
+
+def policy_where(streaming: Boolean) -> Int64:
+    """The L2 policy of a copy, known at run time only."""
+    return Int64(cutlass.select_(streaming, Int64(EVICT_FIRST), Int64(EVICT_NORMAL)))
 
 
 def load_vector(address: Int64, fragment: cute.Tensor, priority=KEEP, streaming: bool = False) -> None:
@@ -77,19 +83,19 @@ def take_number(counter: Int64, last: Int32) -> Int32:
     )
 
 
-def copy_bulk(address: Int64, target, size: int | Int32, barrier, streaming: bool = False) -> None:
+def copy_bulk(address: Int64, target, size: int | Int32, barrier, cache_policy: Int64 | None = None) -> None:
     """Start one asynchronous copy of `size` bytes from global to this block's shared memory, counted by `barrier`.
 
     The DSL's copy atom names its target as an address of the cluster, by an instruction that SM120 objects shall not hold.
 
-    streaming   the lines leave the L2 first
+    cache_policy   the L2 policy of the lines
     """
     operands, kinds, hint, policy, count = [Int32(target.toint()), address, Int32(barrier.toint())], "r,l,r", "", "", str(size)
     if not isinstance(size, int):
         operands, kinds, count = [*operands, size], f"{kinds},r", f"${len(operands)}"
-    if streaming:
+    if cache_policy is not None:
         hint, policy = ".L2::cache_hint", f", ${len(operands)}"
-        operands, kinds = [*operands, Int64(EVICT_FIRST)], f"{kinds},l"
+        operands, kinds = [*operands, cache_policy], f"{kinds},l"
     llvm.inline_asm(
         None,
         [operand.ir_value() for operand in operands],
@@ -113,7 +119,7 @@ def prefetch_line(address: Int64) -> None:
     llvm.inline_asm(None, [address.ir_value()], "prefetch.global.L2 [$0];", "l", has_side_effects=True)
 
 
-def in_range(value, limit) -> cutlass.Boolean:
+def in_range(value, limit) -> Boolean:
     """0 <= value < limit for a signed value."""
     return (value >= 0) & (value < limit)
 

@@ -119,11 +119,11 @@ class WindowRing:
             one = (joined & later) == later
             size = cutlass.select_(one, Int32(self.rows * 2 * HEAD_DIM * 4), Int32(2 * HEAD_DIM * 4))
             if memory.in_range(row, cutlass.select_(one, Int32(1), Int32(self.rows))):
-                memory.copy_bulk(values, target, size, full, streaming=self.streaming)
+                memory.copy_bulk(values, target, size, full, **memory.policy_of(self.streaming))
         if memory.in_range(row, self.rows):
             if cutlass.const_expr(not self.whole):
                 for half, address in ((0, values), (HEAD_DIM, scores)):
-                    memory.copy_bulk(address, target + half, HEAD_DIM * 4, full, streaming=self.streaming)
+                    memory.copy_bulk(address, target + half, HEAD_DIM * 4, full, **memory.policy_of(self.streaming))
             if cutlass.const_expr(self.scores):
                 ring.from_step[row, self.slot(n)] = from_step
             if cutlass.const_expr(self.goals):
