@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from benchmarks import cases, serving, tables
 from benchmarks.calls import Call
 from benchmarks.cases import READ, Part, Requests
 from cute_kernels import ops
+from cute_kernels.save_policy import SavePolicy
 from cute_kernels.target import Target
 
 FAULT = 0.7  # an issue-slot time above this share of the DRAM time is a fault
@@ -119,21 +121,19 @@ def kernels(target: Target) -> Iterator[Kernel]:
     large = prefill(8192, 4)
     formats = {"sm100": ("bf16", "fp8"), "sm120": ("fp8_ds_mla",)}[target.family]
     for kv_format in formats:
-        for ratio in (4, 128):
-            options = {"ratio": ratio, "kv_format": kv_format, "save": READ}
+        for ratio, (name, save) in itertools.product((4, 128), {"read": READ, "all": SavePolicy.EVERY_ROW, "none": None}.items()):
+            options = {"ratio": ratio, "kv_format": kv_format, "save": save}
             # At ratio 128 the step's length says how many blocks share a window: no smaller step does what the large one does.
             small = prefill(2048, 4) if ratio == 4 else large
-            yield Kernel(f"ratio {ratio} {kv_format} prefill 8192 save read", cases.compress_part(options), small, large)
+            yield Kernel(f"ratio {ratio} {kv_format} prefill 8192 save {name}", cases.compress_part(options), small, large)
     # Enough rows that each is one warp's, as in the large step: up to 1024 a block serves a row.
     yield Kernel("prefill 8192 k=512", cases.index_part(512, target.family), prefill(2048, 4), large)
     for kv_format in formats:
         q_dtype = torch.float8_e4m3fn if kv_format == "fp8" else torch.bfloat16
         yield Kernel(f"{kv_format} 8192 rows, 64 heads", cases.insert_part(64, kv_format, q_dtype), prefill(64, 4), large)
-    gathered = {"sm100": ("fp8_inline", "fp8"), "sm120": ("fp8_inline", "fp8_ds_mla")}[target.family]
-    for kv_format in gathered:
+    for kv_format in ("fp8_inline", "fp8_ds_mla", "fp8"):
         yield Kernel(f"{kv_format} 8 x 4096 rows", cases.gather_part(kv_format), prefill(2048, 8), prefill(8 * 4096, 8))
-    if target.family == "sm100":
-        yield Kernel("prefill 8192 k=2048 compacted", cases.convert_part(True), prefill(128, 4), large)
+    yield Kernel("prefill 8192 k=2048 compacted", cases.convert_part(True), prefill(128, 4), large)
 
 
 _POLL = re.compile(r"mbarrier\.(try|test)_wait")

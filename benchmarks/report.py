@@ -47,6 +47,7 @@ SGLANG = {
     "packed 8192 rows, 16 heads": 80.0,
     "packed 8192 rows, 64 heads": 274.0,
     "packed 8192 rows, 128 heads": 533.0,
+    "FP8 256 rows, 8 heads": 6.3,
     "FP8 256 rows, 64 heads": 20.6,
     "FP8 8192 rows, 64 heads": 515.0,
 }
@@ -106,10 +107,14 @@ class Changed:
         return "".join(f"\n\n† {text}" for text in dict.fromkeys(text for _, text in self.known))
 
 
-def figure(value: float | None) -> str:
+def figure(value: float | None, beside: float | None = None) -> str:
+    """A time to three digits, or as many as tell it from the one beside it."""
     if value is None:
         return "–"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    places = 0 if value >= 100 else 1 if value >= 10 else 2
+    while beside is not None and value != beside and places < 4 and f"{value:.{places}f}" == f"{beside:.{places}f}":
+        places += 1
+    return f"{value:.{places}f}"
 
 
 def kind(row: Row) -> tuple[str, str, str]:
@@ -175,7 +180,11 @@ def measured(rows: Sequence[Row], changed: Changed) -> str:
 
 
 def host(rows: Sequence[Row]) -> str:
-    lines = [(r.case, r.family, figure(r.microseconds), figure(r.bar_microseconds), r.met) for r in rows if r.operation == results.HOST]
+    lines = [
+        (r.case, r.family, figure(r.microseconds, r.bar_microseconds), figure(r.bar_microseconds), r.met)
+        for r in rows
+        if r.operation == results.HOST
+    ]
     if not lines:
         return "Not measured in this run."
     return table(("call", "family", "µs", "bar", "met"), lines)
@@ -208,7 +217,8 @@ def causes(rows: Sequence[Row], path: Path, draft: bool, changed: Changed) -> st
     text = []
     for cause, mine in grouped.items():
         names = "; ".join(
-            f"{' '.join(n for n in r.key if n)}: {changed.mark(r.key, figure(r.microseconds))} of {figure(aim(r))}" for r in mine
+            f"{' '.join(n for n in r.key if n)}: {changed.mark(r.key, figure(r.microseconds, aim(r)))} of {figure(aim(r), r.microseconds)}"
+            for r in mine
         )
         text.append(f"* {cause}\n  ({names})")
     return "\n".join(text)
@@ -324,7 +334,10 @@ move. "Slow pipe" is the slowest of conversions (64 lanes a cycle), special func
 
 {table(head, lines)}
 
-"Share of bytes" says how much moves by accesses of the full width, 32 bytes, or by bulk copies; rows of 656 bytes allow 16.
+"Share of bytes" says how much moves by accesses of the full width, 32 bytes, or by bulk copies. Rows of 656 bytes allow 16. Where one
+side has bytes and the other BF16 (gathered rows, q written as FP8), 16 values are 16 bytes here and 32 there. At ratio 128 the rest are
+position embeddings, read again for each window, 8 bytes for the two columns of a thread. Where every row is saved, the threads that pool
+it store it, four columns (ratio 4) or two each: a warp's stores lie side by side and fill lines, but a thread's are 16 and 8 bytes.
 
 An issue-slot time above {predict.FAULT:.0%} of the nominal DRAM time counts as a fault:
 
@@ -378,10 +391,10 @@ launches; the cold column rotates through as many sets as make up three times th
 reference before the timing and, after fresh poison, behind it. In this run an elementwise add over 2 GiB reached
 {limit / 1e12:.2f} TB/s, the limit that shares refer to, and an empty graph node took {figure(empty)} µs. Bars, times to reach, were set at
 {cases.BAR_LIMIT / 1e12:.2f} TB/s; the column shows them at this run's limit. A bar is met where the time is below it, and below vLLM's
-where vLLM ran the same work beside it. SGLang's figures are of a run on another H200 by the same
-method, which no command here repeats. vLLM's compressor saves every row, whichever of them a later step can read: "saving every
-row" and "rows saved before" are the same work on both sides, elsewhere it does more, as it does in a model. Its index tables of decode
-steps leave out the kernel that finds the window's slots.
+where vLLM ran the same work beside it. SGLang's figures are of a run on another H200 by the same method, which no command here repeats;
+its compressor's are of packed rows, also beside other formats. vLLM's compressor saves every row, whichever of them a later step can
+read: "saving every row" and "rows saved before" are the same work on both sides, elsewhere it does more, as it does in a model. Its index
+tables of decode steps leave out the kernel that finds the window's slots.
 
 {met} of {len(judged)} timed cases with a bar meet it{past} (host times apart, below).{changed.explained()}{said}
 

@@ -8,8 +8,8 @@ from cutlass.cute.nvgpu import CacheEvictionPriority, CopyG2ROp, CopyR2GOp
 STREAM = CacheEvictionPriority.NO_ALLOCATE  # read once: leave L1 to what is read again
 KEEP = CacheEvictionPriority.EVICT_NORMAL
 LINE = 128  # bytes of a line of L2
-# L2 policies, as createpolicy.fractional makes them for all accesses: lines that go before any others, and the usual one.
-EVICT_FIRST = 0x12F0000000000000
+# L2 policies for all of a copy's lines, as CUTLASS encodes them (`TMA::CacheHintSm90`): they go before any others; as usual.
+EVICT_FIRST = 0x12F0000000000000  # what createpolicy.fractional makes, too
 EVICT_NORMAL = 0x1000000000000000
 
 

@@ -29,8 +29,9 @@ HEADS = 4  # of a block. A copy by blocks of 4 KB is the fastest on an H200; by 
 LANES = {8: 16, 16: 8}
 KV_ROWS = {8: 2, 16: 1}
 PAIRS_FROM = 2048  # tokens: a block has as many KV rows as it may from here on, and one below, where the slowest block decides
-# Heads of a step, from and up to, whose lines leave the L2 first where BF16 is written: q is dead then, `out` is read next, and both fit.
-# On an H200 (2026-11-30) steps of 256 tokens took 1% (16 heads) to 3% (64) less by it, of fewer or more heads 2 to 6% more, and FP8 1%.
+# Heads of a step, from and up to, whose lines of q leave the L2 first where BF16 is written: q is dead then, `out` is read next, and both
+# fit. On an H200 (2026-11-30) steps of 256 tokens took 1% (16 heads) to 3% (64) less by it, one of 1024 tokens with 16 heads 1% more; of
+# more heads steps took 2 to 6% more, of fewer 7% more, or 4% less where nothing was left in the L2 of the round before; FP8 took 1% more.
 STREAMED = (4096, 16384)
 RESIDENT = 32  # blocks that should fit on an SM at once: bounds the registers
 
@@ -154,7 +155,7 @@ class InsertKernel:
     @cute.kernel
     def kernel(self, mA: Arguments, heads: Int32, by_padded: Divisor, kv_blocks: Int32, policy: Int64 | None):
         """heads: of all tokens, padded ones included; kv_blocks: as many as tokens, or each with `kv_rows` of their rows; policy: of q's
-        lines in L2."""
+        lines in L2; None: the usual."""
         lane, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         smem = SmemAllocator()
@@ -178,11 +179,10 @@ class InsertKernel:
                     self.insert_kv(mA, block * self.kv_rows, self.kv_rows, stage, lane)
         pdl.end(self.pdl, mA.independent)
 
-    def begin(self, mA: Arguments, stage: Stage, addresses: list, lane: Int32) -> None:
-        """Wait for the grid in front, with a lane's addresses known and what is read behind them of the parameters fetched before: one of
-        those, if not an address, may stand among them."""
-        known = functools.reduce(operator.add, [*addresses, memory.base_address(mA.positions), memory.base_address(mA.cos_sin)])
-        pdl.settle(self.pdl, stage.words.iterator + lane, Int32(known))
+    def begin(self, mA: Arguments, stage: Stage, known: list, lane: Int32) -> None:
+        """Wait for the grid in front. known: a lane's addresses, and what else it needs of the parameters; they are read before it."""
+        total = functools.reduce(operator.add, [*known, memory.base_address(mA.positions), memory.base_address(mA.cos_sin)])
+        pdl.settle(self.pdl, stage.words.iterator + lane, Int32(total))
         pdl.begin(self.pdl, mA.independent)
 
     @cute.jit

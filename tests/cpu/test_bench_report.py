@@ -145,6 +145,14 @@ def test_figures_of_kernels_that_have_changed_since_are_marked(record: Path) -> 
     assert next(x for x in marked.splitlines() if "271†" in x and x.endswith("| 1.77 |"))
 
 
+@pytest.mark.parametrize(
+    ("value", "beside", "wanted"),
+    [(None, None, "–"), (260.2, None, "260"), (12.34, 13.0, "12.3"), (6.005, 6.0, "6.005"), (6.0, 6.0, "6.00"), (260.2, 259.9, "260.2")],
+)
+def test_a_figure_tells_a_miss_from_its_bar(value: float | None, beside: float | None, wanted: str) -> None:
+    assert report.figure(value, beside) == wanted
+
+
 def test_every_case_has_a_line_of_the_table(record: Path) -> None:
     found = [Row(c.operation, c.family, c.name, 1.0, 1.0, 1, 1.0, 1.0) for c in cases.cases()]
     text = report.measured([*rows()[:1], *found], report.Changed())
