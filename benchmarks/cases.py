@@ -103,6 +103,11 @@ def insert_part(heads: int, kv_format: str, q_dtype: torch.dtype) -> Part:
     )
 
 
+def saving(save: SavePolicy | None) -> str:
+    """A case's word for what is saved; None: rows were saved before."""
+    return "save none" if save is None else "save all" if save.every_row else "save read"
+
+
 def family_of(kv_format: str) -> str:
     return "sm120" if kv_format == "fp8_ds_mla" else "sm100"
 
@@ -120,12 +125,11 @@ def compress_cases() -> Iterator[Case]:
     for ratio in (4, 128):
         for kv_format in ("bf16", "fp8", "fp8_ds_mla"):
             for (tokens, requests, save, padding), bar in zip(shapes, bars[ratio], strict=True):
-                saved = "none" if save is None else "all" if save.every_row else "read"
                 shape = f"{'prefill' if requests else 'decode'} {tokens}{f' of {tokens + padding}' if padding else ''}"
                 yield Case(
                     "compress_store",
                     family_of(kv_format),
-                    f"ratio {ratio} {kv_format} {shape} save {saved}",
+                    f"ratio {ratio} {kv_format} {shape} {saving(save)}",
                     tokens,
                     bar,
                     (compress_part({"ratio": ratio, "kv_format": kv_format, "save": save}, padding),),

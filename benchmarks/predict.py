@@ -121,11 +121,11 @@ def kernels(target: Target) -> Iterator[Kernel]:
     large = prefill(8192, 4)
     formats = {"sm100": ("bf16", "fp8"), "sm120": ("fp8_ds_mla",)}[target.family]
     for kv_format in formats:
-        for ratio, (name, save) in itertools.product((4, 128), {"read": READ, "all": SavePolicy.EVERY_ROW, "none": None}.items()):
+        for ratio, save in itertools.product((4, 128), (READ, SavePolicy.EVERY_ROW, None)):
             options = {"ratio": ratio, "kv_format": kv_format, "save": save}
             # At ratio 128 the step's length says how many blocks share a window: no smaller step does what the large one does.
             small = prefill(2048, 4) if ratio == 4 else large
-            yield Kernel(f"ratio {ratio} {kv_format} prefill 8192 save {name}", cases.compress_part(options), small, large)
+            yield Kernel(f"ratio {ratio} {kv_format} prefill 8192 {cases.saving(save)}", cases.compress_part(options), small, large)
     # Enough rows that each is one warp's, as in the large step: up to 1024 a block serves a row.
     yield Kernel("prefill 8192 k=512", cases.index_part(512, target.family), prefill(2048, 4), large)
     for kv_format in formats:

@@ -26,6 +26,7 @@ class Result:
 
     A guarded instruction is executed by those threads whose predicate holds; a guarded branch by all.
 
+    policies  bytes of bulk loads by the L2 policy that they name; None: none
     accesses  with `statistics`: PTX line of each global access -> (warps, 32-byte sectors they touched, bytes)
     warps     with `statistics`: PTX line of each instruction -> warps that executed it, with any number of lanes
     races, pdl, independent, read_only, owned, unwritten
@@ -39,6 +40,7 @@ class Result:
     opcodes: dict[str, int]
     loaded: int
     stored: int
+    policies: dict[int | None, int]
     accesses: dict[int, tuple[int, int, int]]
     warps: dict[int, int]
     races: bool
@@ -237,6 +239,7 @@ def _result(program: Program, counters: Counters, launch: Launch, buffers: Seque
         opcodes=opcodes,
         loaded=counters.loaded,
         stored=counters.stored,
+        policies=dict(counters.policies),
         accesses=accesses,
         warps=warps,
         races=launch.check_races,

@@ -7,8 +7,9 @@ threads are still parked, the kernel is at fault and the report says who waits w
 
 from __future__ import annotations
 
+import collections
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -62,7 +63,7 @@ class Launch:
 @dataclass
 class Counters:
     """Per basic block, and behind those per guarded instruction (`Block.guarded`): how often it ran, and for how many threads; bytes
-    moved; and on demand warps and every global access.
+    moved, those of bulk loads by their L2 policy; and on demand warps and every global access.
     """
 
     runs: np.ndarray
@@ -70,6 +71,7 @@ class Counters:
     warps: np.ndarray
     loaded: int = 0
     stored: int = 0
+    policies: collections.Counter[int | None] = field(default_factory=collections.Counter)  # None: none is named
     accesses: dict[int, list[int]] | None = None  # PTX line -> [warps, 32-byte sectors, bytes]
 
     def run(self, index: int, f: Fragment) -> None:

@@ -224,7 +224,7 @@ class CompressKernel(StepRows):
                     if not cute.arch.vote_all_sync(address != 0):
                         address, goal = self.locate(mA, by_state_rows, t_closing, closing, request_closing, k)
                     angles = self.load_angles(mA, closing, lane % span, span)
-                else:
+                else:  # before the loads that `locate` waits for
                     angles = self.load_angles(mA, closing, lane % span, span)
                     address, goal = self.locate(mA, by_state_rows, t_closing, closing, request_closing, k)
                 values = (address & -4) + plan.half(lane % span) * 4

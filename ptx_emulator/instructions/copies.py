@@ -188,7 +188,7 @@ def _bulk(build: Build, ins: ptx.Instruction, m: Modifiers) -> Step:
     if spaces == ["global", "shared::cta"] and grouped:
         return _bulk_store(build, ins)
     if spaces in (["shared::cluster", "global"], ["shared::cta", "global"]) and completes:
-        return _bulk_load(build, ins, spaces[0])
+        return _bulk_load(build, ins, spaces[0], hint)
     raise m.unsupported()
 
 
@@ -229,15 +229,17 @@ def _shared_start(one: Fragment, address: np.ndarray, nbytes: int) -> int:
     return int(shared.place(one, address, 16)[0][0])
 
 
-def _bulk_load(build: Build, ins: ptx.Instruction, space: str) -> Step:
+def _bulk_load(build: Build, ins: ptx.Instruction, space: str, hint: bool) -> Step:
     target, source = address_of(build, ins, ins.operands[0], space), address_of(build, ins, ins.operands[1], "global")
     size, bar = build.source(ins.operands[2], "u32", ins), address_of(build, ins, ins.operands[3], space)
+    policy = build.source(ins.operands[4], "u64", ins) if hint else None
 
     def run(f: Fragment) -> None:
         check_waited(f)
         machine = f.machine
         targets, sources, bars = (np.broadcast_to(g(f), (f.n,)) for g in (target, source, bar))
         sizes = f.full(size)
+        policies = None if policy is None else f.full(policy)
 
         def load(i: int, one: Fragment) -> None:
             _check_bulk(targets[i], sources[i], sizes[i])
@@ -248,6 +250,7 @@ def _bulk_load(build: Build, ins: ptx.Instruction, space: str) -> Step:
             data = machine.memory.load(words, 8, 1, machine.global_races, np.repeat(one.lanes, words.size))[0].view(np.uint8)
             machine.counters.loaded += nbytes
             machine.counters.bulk(ins.line, address, nbytes)
+            machine.counters.policies[None if policies is None else int(policies[i])] += nbytes
             _start_copy(one, targets[i : i + 1], bars[i : i + 1], data)
 
         one_by_one(f, load)

@@ -35,56 +35,46 @@ def _neighbours(first: str, second: str) -> str:
 SWAP = _neighbours("st.global.b32 [%l4], %r3;", "ld.global.b32 %r5, [%l5];")
 OVERWRITE = _neighbours("ld.global.b32 %r5, [%l4];", "st.global.b32 [%l5], %r3;")
 
-# Two blocks share the words of y: each thread's is at [%l2] in both.
-_SHARED_WORDS = """
+
+def _handover(give: str, poll: str, take: str, taker_first: bool) -> str:
+    """Two blocks share the words of y: each thread's is at [%l2] in both. Block 0 gives; block 1 takes, when what it polls is not zero.
+
+    taker_first: its part comes first in the text.
+    """
+    wait = f"WAIT:\n    {poll}\n    setp.eq.u32 %p2, %r4, 0;\n    @%p2 bra WAIT;\n    {take}"
+    first, second = (wait, give) if taker_first else (give, wait)
+    return entry(
+        ".param .u64 y",
+        f"""
     ld.param.b64 %l1, [y];
     mov.u32 %r1, %tid.x;
     mov.u32 %r2, %ctaid.x;
     mul.wide.u32 %l2, %r1, 4;
     add.s64 %l2, %l1, %l2;
-"""
-
-# Block 0 hands words of global memory over to block 1, each with a flag of its own: words, flags, the words as block 1 got them.
-HANDOVER = entry(
-    ".param .u64 y",
-    _SHARED_WORDS
-    + """
-    setp.ne.u32 %p1, %r2, 0;
-    @%p1 bra WAIT;
-    add.s32 %r3, %r1, 5;
-    st.global.b32 [%l2], %r3;
-    st.release.gpu.global.b32 [%l2+128], 1;
+    setp.eq.u32 %p1, %r2, {0 if taker_first else 1};
+    @%p1 bra SECOND;
+    {first}
     bra END;
-WAIT:
-    ld.acquire.gpu.global.b32 %r4, [%l2+128];
-    setp.eq.u32 %p2, %r4, 0;
-    @%p2 bra WAIT;
-    ld.global.b32 %r5, [%l2];
-    st.global.b32 [%l2+256], %r5;
+SECOND:
+    {second}
 END:
     """,
+    )
+
+
+# Words, each with a flag of its own: words, flags, the words as block 1 got them.
+HANDOVER = _handover(
+    give="add.s32 %r3, %r1, 5;\n    st.global.b32 [%l2], %r3;\n    st.release.gpu.global.b32 [%l2+128], 1;",
+    poll="ld.acquire.gpu.global.b32 %r4, [%l2+128];",
+    take="ld.global.b32 %r5, [%l2];\n    st.global.b32 [%l2+256], %r5;",
+    taker_first=False,
 )
-
-# Block 0 hands words over to block 1, each of which says by itself that it is there, and is zero again afterwards; block 1 comes first
-# in the text. Words, then what block 1 got.
-WORDS = entry(
-    ".param .u64 y",
-    _SHARED_WORDS
-    + """
-    setp.eq.u32 %p1, %r2, 0;
-    @%p1 bra GIVE;
-WAIT:
-    ld.relaxed.gpu.global.b32 %r4, [%l2];
-    setp.eq.u32 %p2, %r4, 0;
-    @%p2 bra WAIT;
-    st.relaxed.gpu.global.b32 [%l2], 0;
-    st.global.b32 [%l2+128], %r4;
-    bra END;
-GIVE:
-    add.s32 %r3, %r1, 5;
-    st.relaxed.gpu.global.b32 [%l2], %r3;
-END:
-    """,
+# Words that say by themselves that they are there, and are zero again afterwards: words, then what block 1 got.
+WORDS = _handover(
+    give="add.s32 %r3, %r1, 5;\n    st.relaxed.gpu.global.b32 [%l2], %r3;",
+    poll="ld.relaxed.gpu.global.b32 %r4, [%l2];",
+    take="st.relaxed.gpu.global.b32 [%l2], 0;\n    st.global.b32 [%l2+128], %r4;",
+    taker_first=True,
 )
 
 # Each block leaves 64 words in y and counts itself; the last one to do so sums the words of all blocks, and puts the count back.

@@ -15,6 +15,7 @@ import torch
 from cute_kernels import ops
 from cute_kernels.compile.matrix import support_matrix
 from cute_kernels.compile.spec import CompressStoreSpec
+from cute_kernels.device.memory import EVICT_FIRST
 from cute_kernels.kv_format import FORMATS as ROWS
 from cute_kernels.save_policy import SavePolicy
 from cute_kernels.scratch import COUNTERS, PART, TURNS, WORDS, compress_scratch
@@ -140,9 +141,11 @@ def test_every_spec(spec: CompressStoreSpec) -> None:
 def test_blocks_of_many_rows(target: Target, ratio: int, save: SavePolicy) -> None:
     kv_format = FORMATS[target.family][0]
     spec = CompressStoreSpec(target, ratio=ratio, kv_format=kv_format, save="every_row" if save.every_row else "policy")
-    case = long_step(spec, ratio=ratio, kv_format=kv_format, save=save)
-    report = check_compress(case, run(case, target))
+    case, seen = long_step(spec, ratio=ratio, kv_format=kv_format, save=save), []
+    report = check_compress(case, run(case, target, on_result=seen.append))
     assert report.rows == 12
+    # Rows leave the L2 first, but where ratio 4 saves all of them.
+    assert [set(result.policies) for result in seen] == [{None if ratio == 4 and save.every_row else EVICT_FIRST}]
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=str)

@@ -10,8 +10,10 @@ import torch
 from cute_kernels import ops, reference
 from cute_kernels.compile.matrix import support_matrix
 from cute_kernels.compile.spec import QkvInsertSpec
-from cute_kernels.device.qkv_insert import KV_ROWS, PAIRS_FROM
+from cute_kernels.device.memory import EVICT_FIRST, EVICT_NORMAL
+from cute_kernels.device.qkv_insert import KV_ROWS, PAIRS_FROM, STREAMED
 from cute_kernels.target import Target
+from ptx_emulator import Result
 from tests.emulator.emulated import Coverage, at_alignment, emulated, sparse
 from tests.support.insert import InsertCase, check_insert, make_insert_case
 
@@ -85,6 +87,18 @@ def test_every_token_count(target: Target, tokens: int) -> None:
     with emulated(target):
         for heads, padded in ((1, 2), (3, 4)):
             check(spec, make(spec, tokens, heads=heads, padded_heads=padded, seed=tokens))
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.vector_bytes == 32 and s.apply_q_norm], ids=str)
+@pytest.mark.parametrize(("tokens", "padded", "first"), [(65, 63, False), (32, 128, True), (128, 128, True), (145, 113, False)])
+def test_lines_of_q_leave_the_l2_first_in_steps_of_middle_size(spec: QkvInsertSpec, tokens: int, padded: int, first: bool) -> None:
+    """And where BF16 is written: in others they do as usual."""
+    assert first == (STREAMED[0] <= tokens * padded <= STREAMED[1])
+    seen: list[Result] = []
+    with emulated(spec.target, on_result=seen.append, check_races=False):
+        launch(make(spec, tokens, heads=1, padded_heads=padded), spec)
+    policy = None if spec.q_dtype == "e4m3" else EVICT_FIRST if first else EVICT_NORMAL
+    assert [set(result.policies) for result in seen] == [{policy}]
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.vector_bytes == 32 and s.apply_q_norm], ids=str)
