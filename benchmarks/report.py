@@ -391,10 +391,10 @@ launches; the cold column rotates through as many sets as make up three times th
 reference before the timing and, after fresh poison, behind it. In this run an elementwise add over 2 GiB reached
 {limit / 1e12:.2f} TB/s, the limit that shares refer to, and an empty graph node took {figure(empty)} µs. Bars, times to reach, were set at
 {cases.BAR_LIMIT / 1e12:.2f} TB/s; the column shows them at this run's limit. A bar is met where the time is below it, and below vLLM's
-where vLLM ran the same work beside it. SGLang's figures are of a run on another H200 by the same method, which no command here repeats;
-its compressor's are of packed rows, also beside other formats. vLLM's compressor saves every row, whichever of them a later step can
-read: "saving every row" and "rows saved before" are the same work on both sides, elsewhere it does more, as it does in a model. Its index
-tables of decode steps leave out the kernel that finds the window's slots.
+where vLLM ran the same work beside it. SGLang's figures are of a run on another H200 (2026-11-29) by the same method, which no command
+here repeats; its compressor's are of packed rows, also beside other formats. vLLM's compressor saves every row, whichever of them a later
+step can read: "saving every row" and "rows saved before" are the same work on both sides, elsewhere it does more, as it does in a model.
+Its index tables of decode steps leave out the kernel that finds the window's slots.
 
 {met} of {len(judged)} timed cases with a bar meet it{past} (host times apart, below).{changed.explained()}{said}
 

@@ -27,8 +27,8 @@ MOST_READY = 1024  # launches of a form; then all are forgotten, and made again 
 # What a call raises whose arguments are of another kind than the remembered ones, or are refused by the compiled function.
 REFUSALS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError)
 _NOTHING: Mapping[str, Any] = {}
-# What the code that torch.compile generates makes tensors of the current device with: it takes half as long as `new_empty`. Torch
-# promises it to nobody, hence the other way where it is missing.
+# What the code that torch.compile generates makes tensors of the current device with: it parses less than `new_empty`. Torch promises
+# it to nobody, hence the other way where it is missing.
 _new_cuda = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "_empty_strided_cuda", None)
 Launch = Callable[..., Any]
 

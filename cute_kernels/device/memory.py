@@ -66,7 +66,7 @@ def load_below(base: Int64, column: Int32, id: Int32, limit: Int32) -> Int32:
     """Word `column` of global memory from address `base` on where 0 <= id < limit, elsewhere -1.
 
     Written as PTX: for a branch around the load ptxas emits one instruction more than a predicate takes. The address is formed inside it,
-    which leaves `convert_indices` 46 registers instead of 56 (cross-compiled for sm_90a).
+    which leaves `convert_indices` fewer registers (44 to 48 by spec, cross-compiled for sm_90a).
     """
     text = (
         "{\n.reg .pred p;\n.reg .b64 a;\nsetp.lt.u32 p, $3, $4;\nmad.wide.u32 a, $2, 4, $1;\nmov.b32 $0, -1;\n@p ld.global.b32 $0, [a];\n}"

@@ -24,14 +24,15 @@ from cute_kernels.device.row_writers import CACHE_TYPES
 from cute_kernels.device.slots import Divisor
 from cute_kernels.kv_format import FORMATS, HEAD_DIM, NOPE_DIM, ROPE_DIM
 
-HEADS = 4  # of a block. A copy by blocks of 4 KB is the fastest on an H200; by 2 or 8 KB it takes 25% and 3% more.
+HEADS = 4  # of a block. A copy by blocks of 4 KB was the fastest on an H200 (2026-11-29, 1 GB); by 8 KB it took 3% more.
 # By the columns of an access: lanes that share a head, and KV rows that a block may have; with wider accesses two would spill registers.
 LANES = {8: 16, 16: 8}
 KV_ROWS = {8: 2, 16: 1}
 PAIRS_FROM = 2048  # tokens: a block has as many KV rows as it may from here on, and one below, where the slowest block decides
 # Heads of a step, from and up to, whose lines of q leave the L2 first where BF16 is written: q is dead then, `out` is read next, and both
 # fit. On an H200 (2026-11-30) steps of 256 tokens took 1% (16 heads) to 3% (64) less by it, one of 1024 tokens with 16 heads 1% more; of
-# more heads steps took 2 to 6% more, of fewer 7% more, or 4% less where nothing was left in the L2 of the round before; FP8 took 1% more.
+# more heads steps took 1 to 4% more, of fewer 6 to 15%, and FP8 1 to 7%; with nothing left in the L2 of the round before, fewer took
+# between 4% less and 2% more.
 STREAMED = (4096, 16384)
 RESIDENT = 32  # blocks that should fit on an SM at once: bounds the registers
 

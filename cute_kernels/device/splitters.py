@@ -235,7 +235,7 @@ class RowCluster(Tree, Alike):
         """Of units of 64 rows, of which a prompt closes a window in every second one, neighbours have every second one.
 
         An H200 seems to place clusters on its parts by turns: prefill 2048, 16 of 32 clusters with a window, took 6.7 µs where these were
-        every second one and 6.0 where they were neighbours (2026-11-30).
+        every second one and 6.0 where they were neighbours (8696e1e, 2026-11-30).
         """
         n = Tree.unit_of(n, teams, bits)
         apart = cutlass.select_(2 * n >= teams, 2 * n - (teams - 1), 2 * n)
@@ -248,7 +248,7 @@ class RowCluster(Tree, Alike):
         """Have clusters of `EVENLY_PLACED` blocks placed evenly over the SMs.
 
         By default an H200 puts two clusters on the same SMs while others have none: ratio 128, prefill 2048, 32 clusters of four, half of
-        them with a window, took 7.0 µs by default and 5.9 placed evenly (2026-11-30); clusters of eight took up to 0.2 µs longer.
+        them with a window, took 7.0 µs by default and 5.9 placed evenly (310e0db, 2026-11-30); clusters of eight took up to 0.2 µs longer.
         The DSL's launch has no argument for it: the operation goes behind the one that says how many blocks a cluster has.
         """
         operations = list(ir.InsertionPoint.current.block.operations)
