@@ -87,6 +87,8 @@ class CompressKernel(StepRows):
         block, _, _ = cute.arch.block_idx()
         smem = SmemAllocator()
         shared = self.allocate(lambda dtype, *shape: smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=ALIGNMENT))
+        # Behind the arrays, which lie one behind another: an address from another base would take a register.
+        shared = shared._replace(merging=shared.merging._replace(rooms=shared.ring.rows.iterator.toint() + self.allocated))
         share = self.splitter.share(shift)
         plan.ring.prepare(shared.ring, tid)
         self.splitter.prepare(shared.merging, tid)
@@ -438,7 +440,8 @@ class CompressKernel(StepRows):
                         row = cutlass.select_(following == chunks * stages, Int32(after), Int32(first + following * ring.rows))
                         self.load_bias(mA, row, column, bias)  # behind the fence of `release`, which waits for loads under way
                     n += 1
-                self.splitter.fold(shared.merging, part, partial, chunk, tid)
+                if chunks > 1:  # else nothing to fold, which short steps need not find out by themselves
+                    self.splitter.fold(shared.merging, part, partial, chunk, tid)
             if self.splitter.gather(shared.merging, part, partial, turn, tid, mA.scratch):
                 self.finish(mA, shared, finishing, partial, kv_slot, owned, weight, rotation, turn, tid)
             turn += 1

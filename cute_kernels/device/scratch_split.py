@@ -1,7 +1,7 @@
 """A window of ratio 128 split over blocks that meet in global memory: for hardware without clusters."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -17,6 +17,7 @@ class Storage(NamedTuple):
 
     totals: cute.Tensor  # [8, 2] sums of squares of 64 columns each, by parity of the turn
     arrived: cute.Tensor  # [1] blocks that had handed on their results before this one
+    rooms: Any = None  # as those of `splitters.Storage`
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,7 @@ class RowScratch(Tree):
                 for shift in self.shifts():
                     if share.shift == shift:
                         found = [self.root(roots + block * PART * 4) for block in range(1 << shift)]  # all loads come before the first use
-                        root = self.tree(found.__getitem__, 0, 1 << shift)
-                        for q in cutlass.range_constexpr(3):
-                            cute.autovec_copy(root[q], partial[q])
+                        self.merge(partial, found.__getitem__, shift)
                 if tid == 0:
                     memory.at(counter, Int32, 1)[0] = Int32(0)
         return last

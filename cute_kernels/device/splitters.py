@@ -39,7 +39,8 @@ class Storage(NamedTuple):
     """Shared memory of a splitter."""
 
     totals: cute.Tensor  # [8, 2] sums of squares of 64 columns each, by parity of the turn
-    barriers: cute.Tensor  # [4]: of the sums, then of the parts, by parity of the turn
+    barriers: cute.Tensor | None  # [4]: of the sums, then of what is sent, by parity of the turn
+    rooms: Any = None  # byte address of the rooms, which lie behind everything else
 
 
 @cute.jit
@@ -56,7 +57,7 @@ class Splitter:
     """What a launch needs where a splitter does not say otherwise: nothing."""
 
     def room_bytes(self, blocks) -> Any:
-        """Of the rooms that a launch with so many blocks a window has at the end of a block's shared memory (host)."""
+        """Of the rooms for partial results that a launch with so many blocks a window has (host)."""
         return 0
 
     def launch_options(self, blocks) -> dict:
@@ -113,7 +114,7 @@ class OneBlock(Alike):
 
     def allocate(self, array) -> Storage:
         """Shared memory, made by `array(dtype, *shape)`."""
-        return Storage(array(Float32, SUMS, 2), None)
+        return Storage(array(Float32, SUMS, 2), barriers=None)
 
     def prepare(self, storage: Storage, tid: Int32) -> None:
         """Nothing to prepare."""
@@ -138,8 +139,8 @@ class OneBlock(Alike):
 class Tree(Splitter):
     """A window's chunks folded as a tree, whose subtrees blocks have, as many as the step's row count asks for. One group of threads pools.
 
-    Partial results lie in rooms at the end of the block's shared memory, of which a launch has as many as it needs (`room_bytes`), so that
-    more blocks fit on an SM where it needs few: the last one for what other blocks send, those in front of it by level.
+    Partial results lie in rooms behind everything else in the block's shared memory, of which a launch has as many as it needs
+    (`room_bytes`), so that more blocks fit on an SM where it needs few: first one for what other blocks send, then those for the levels.
 
     columns  of a thread
     few      `STEPS` of those with few windows, which are left to `STEPS` where they are longer
@@ -185,18 +186,16 @@ class Tree(Splitter):
         """Of the teams of several blocks."""
         return sorted({blocks.bit_length() - 1 for blocks, _ in self.splits if blocks > 1})
 
-    def place(self, room, first, q: int, threads, thread: Int32) -> cute.Tensor:
-        """Where a peak, weight or product (q) lies of the first-th of a room's partial results, which `threads` threads have. Rooms are
-        counted from the end."""
-        end = cute.arch.get_dyn_smem(Float32, alignment=16).toint() + cute.arch.dynamic_smem_size()
-        place = end - (room + 1) * ROOM + ((first * 3 + q) * threads + thread) * self.columns * 4
+    def place(self, storage: Storage, room, first, q: int, threads, thread: Int32) -> cute.Tensor:
+        """Where a peak, weight or product (q) lies of the first-th of a room's partial results, which `threads` threads have."""
+        place = storage.rooms + room * ROOM + ((first * 3 + q) * threads + thread) * self.columns * 4
         pointer = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=4 * self.columns)
         return cute.make_tensor(pointer, cute.make_layout(self.columns))
 
-    def load(self, room, first, threads, tid: Int32) -> pooling.Partial:
+    def load(self, storage: Storage, room, first, threads, tid: Int32) -> pooling.Partial:
         found = pooling.Partial.empty(self.columns)
         for q in range(3):
-            cute.autovec_copy(self.place(room, first, q, threads, tid), found[q])
+            cute.autovec_copy(self.place(storage, room, first, q, threads, tid), found[q])
         return found
 
     @cute.jit
@@ -209,14 +208,14 @@ class Tree(Splitter):
         for level in cutlass.range_constexpr(self.levels()):
             ones = cutlass.const_expr((2 << level) - 1)
             if (chunk & ones) == ones:
-                left = self.load(self.room(level), 0, self.threads, tid)
+                left = self.load(storage, self.room(level), 0, self.threads, tid)
                 pooling.fold(left, partial)
                 for q in cutlass.range_constexpr(3):
                     cute.autovec_copy(left[q], partial[q])
         if ((chunk + 1) << share.shift) != self.chunks:
             level = cute.arch.popc(chunk ^ (chunk + 1)) - 1
             for q in cutlass.range_constexpr(3):
-                cute.autovec_copy(partial[q], self.place(self.room(level), 0, q, self.threads, tid))
+                cute.autovec_copy(partial[q], self.place(storage, self.room(level), 0, q, self.threads, tid))
 
     def room(self, level):
         """The room of a level's results; that of the highest level is the one other blocks send to."""
@@ -229,6 +228,12 @@ class Tree(Splitter):
         left = self.tree(load, first, count // 2)
         pooling.fold(left, self.tree(load, first + count // 2, count // 2))
         return left
+
+    def merge(self, partial: pooling.Partial, load, shift: int) -> None:
+        """Put what 2^shift blocks pooled into `partial`. load: from a block to its root."""
+        root = self.tree(load, 0, 1 << shift)
+        for q in range(3):
+            cute.autovec_copy(root[q], partial[q])
 
 
 @dataclass(frozen=True)
@@ -315,16 +320,18 @@ class RowCluster(Tree, Alike):
             if tid == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, HEAD_DIM * 4 * 3)
             for q in cutlass.range_constexpr(3):
-                place = self.place(0, share.rank, q, owners, tid & (owners - 1))
+                place = self.place(storage, 0, share.rank, q, owners, tid & (owners - 1))
                 bits = tuple(convert.bits_of(partial[q][c]) for c in range(self.columns))
                 cute.arch.store_async_dsmem(place.iterator, bits, barrier, tid >> (self.threads.bit_length() - 1 - share.shift))
             if tid < owners:
                 cute.arch.mbarrier_wait(barrier, (turn >> 1) & 1)
-                for shift in self.shifts():
-                    if share.shift == shift:
-                        root = self.tree(lambda block: self.load(0, block, owners, tid), 0, 1 << shift)
-                        for q in cutlass.range_constexpr(3):
-                            cute.autovec_copy(root[q], partial[q])
+                largest, *others = reversed(self.shifts())
+                if share.shift == largest:  # asked first, for short steps
+                    self.merge(partial, lambda block: self.load(storage, 0, block, owners, tid), largest)
+                else:
+                    for shift in others:
+                        if share.shift == shift:
+                            self.merge(partial, lambda block: self.load(storage, 0, block, owners, tid), shift)
         return True
 
     @cute.jit
