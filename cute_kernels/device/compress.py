@@ -13,7 +13,6 @@ that meet in shared memory only, so that no role waits for another one's loads:
   threads that pool them.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +29,6 @@ from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from cute_kernels.save_policy import overlap
 
 NO_ROW = 2**31 - 1
-ALIGNMENT = 16  # bytes, of each array in shared memory
 STEP_ROW, EXCLUDED = 1, 2  # flags in the free low bits of a window row's address
 NOTED = 2  # number of the barrier behind which `noted` is written; the splitters use number 1
 
@@ -69,7 +67,6 @@ class CompressKernel(StepRows):
         self.kernel(arguments, rows, evenly, Int32(deal), bits, by_state_rows, self.splitter.shift(blocks)).launch(
             grid=[plan.teams(evenly, deal) * blocks, 1, 1],
             block=[plan.threads, 1, 1],
-            smem=self.allocated + self.splitter.room_bytes(blocks),
             min_blocks_per_mp=plan.resident,
             preferred_smem_carveout=-1,  # the driver's default; without a value the DSL would ask a device
             stream=args[-1],
@@ -85,11 +82,7 @@ class CompressKernel(StepRows):
         plan = self.plan
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        smem = SmemAllocator()
-        shared = self.allocate(lambda dtype, *shape: smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=ALIGNMENT))
-        # Behind the arrays, which lie one behind another: an address from another base would take a register.
-        shared = shared._replace(merging=shared.merging._replace(rooms=shared.ring.rows.iterator.toint() + self.allocated))
-        share = self.splitter.share(shift)
+        shared, share = self.allocate(), self.splitter.share(shift)
         plan.ring.prepare(shared.ring, tid)
         self.splitter.prepare(shared.merging, tid)
         dealt = self.dealt(Int32(block) >> share.shift, rows, evenly, deal, bits)
@@ -112,8 +105,12 @@ class CompressKernel(StepRows):
         """Whether rows of this step may be noted."""
         return bool(self.plan.widest) and "kv_score" in self.names
 
-    def allocate(self, array) -> Shared:
-        """Shared memory, made by `array(dtype, *shape)`."""
+    def allocate(self) -> Shared:
+        smem = SmemAllocator()
+
+        def array(dtype, *shape):
+            return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
+
         return Shared(
             ring=self.plan.ring.allocate(array),
             closing=array(Int32, 4, WARP * self.plan.looks),
@@ -121,13 +118,6 @@ class CompressKernel(StepRows):
             merging=self.splitter.allocate(array),
             word=array(Int32, 1),
         )
-
-    @property
-    def allocated(self) -> int:
-        """Bytes of what `allocate` makes."""
-        sizes: list[int] = []
-        self.allocate(lambda dtype, *shape: sizes.append(dtype.width // 8 * math.prod(shape)))
-        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
     def dealt(self, team: Int32, rows: Int32, evenly: Int32, deal: Int32, bits: Int32) -> Dealt:
         """The rows of a team."""
@@ -258,7 +248,7 @@ class CompressKernel(StepRows):
                             # With the last stage: `finish` reads them behind it, and the first ones do not wait for the load.
                             if (p == passes - 1) & (s == stages - 1) & memory.in_range(mine, span):
                                 for q in cutlass.range_constexpr(ROPE_DIM // span):
-                                    shared.ring.rotation[q * span + mine, ring.place(turn)] = angles[q]
+                                    shared.ring.rotation[q * span + mine, ring.slot(turn)] = angles[q]
                             words = (self.splitter.label(nth), target_slot, excluded >> (s * ring.rows))
                             ring.publish(shared.ring, n, words, lane)
                             n += 1
@@ -440,8 +430,7 @@ class CompressKernel(StepRows):
                         row = cutlass.select_(following == chunks * stages, Int32(after), Int32(first + following * ring.rows))
                         self.load_bias(mA, row, column, bias)  # behind the fence of `release`, which waits for loads under way
                     n += 1
-                if chunks > 1:  # else nothing to fold, which short steps need not find out by themselves
-                    self.splitter.fold(shared.merging, part, partial, chunk, tid)
+                self.splitter.fold(shared.merging, part, partial, chunk, tid)
             if self.splitter.gather(shared.merging, part, partial, turn, tid, mA.scratch):
                 self.finish(mA, shared, finishing, partial, kv_slot, owned, weight, rotation, turn, tid)
             turn += 1
@@ -455,13 +444,13 @@ class CompressKernel(StepRows):
     @cute.jit
     def load_rotation(self, shared: Shared, turn: Int32, column: Int32) -> cute.Tensor:
         """Cosines, then sines, of a thread's pairs in the window of this turn."""
-        place, pairs = self.plan.ring.place(turn), cutlass.const_expr(self.plan.columns // 2)
+        slot, pairs = self.plan.ring.slot(turn), cutlass.const_expr(self.plan.columns // 2)
         rotation = cute.make_rmem_tensor(cute.make_layout(2 * pairs), Float32)
         rotation.fill(0.0)
         if column >= NOPE_DIM:
             for j in cutlass.range_constexpr(pairs):
-                rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, place]
-                rotation[pairs + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, place]
+                rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, slot]
+                rotation[pairs + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, slot]
         return rotation
 
     @cute.jit

@@ -85,7 +85,6 @@ class Plan:
         return WindowRing(
             rows=self.batch,
             slots=self.slots,
-            turns=self.slots if self.ratio == 4 else 2,
             readers=self.pooling,
             whole=self.ratio != 4,
             scores=self.saver,
@@ -145,23 +144,19 @@ class Plan:
 def plan_of(spec: CompressStoreSpec) -> Plan:
     """Tuning of a block, the same for both families: at most 99 KB of shared memory.
 
-    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: 16 rows in flight, pooled by twice as many threads, two warps
-    for each of an SM's schedulers. Where every row is saved, a row is read once and saved from the ring.
-
-    SM100: three blocks of ratio 128 fit on an SM where eight share a window, by stages of four rows, which need fewer registers, and by
-    two looks at most where more is noted of a row. So a step's blocks find room beside those of the step before. SMs of SM120 have
-    100 KB, room for one: stages of eight rows, but for rows that are saved on the way.
+    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: 16 rows in flight, eight a stage, pooled by twice as many
+    threads, two warps for each of an SM's schedulers. Where every row is saved, a row is read once and saved from the ring; at ratio 128
+    stages have four rows then, which need fewer registers.
     """
-    vector, every_row, sm100 = spec.vector_bytes // 4, spec.save == "every_row", spec.target.family == "sm100"
+    vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
     if spec.ratio == 4:
         return Plan(
             ratio=4, vector=vector, columns=4, batch=8, looks=1, slots=3, saver=spec.scores,
             unit=1, middle=4, widest=0, deal=264, resident=2, late=LATE[every_row:], on_the_way=every_row,
         )  # fmt: skip
     return Plan(
-        ratio=128, vector=vector, columns=2, batch=4 if every_row or sm100 else 8, looks=2 if every_row and sm100 else 4,
-        slots=4 if every_row or sm100 else 2,
-        saver=spec.scores, unit=4, middle=4, widest=128, deal=128, resident=3 if sm100 else 2, late=(), on_the_way=every_row,
+        ratio=128, vector=vector, columns=2, batch=4 if every_row else 8, looks=4, slots=4 if every_row else 2, saver=spec.scores,
+        unit=4, middle=4, widest=128, deal=128, resident=2, late=(), on_the_way=every_row,
     )  # fmt: skip
 
 

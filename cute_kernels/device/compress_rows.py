@@ -68,7 +68,6 @@ class StepRows:
         """
         plan, columns = self.plan, self.plan.vector
         pieces = cutlass.const_expr(plan.width // columns // WARP)
-        together = cutlass.const_expr(pieces // (2 if plan.resident > 2 else 1))  # under way at once, of a row: as registers allow
         limit = self.row_limit(mA)
         pdl.begin(self.pdl, mA.independent)
         stretch = plan.saved_row(0, 0, WARP, dealt.teams, share.shift)
@@ -92,24 +91,22 @@ class StepRows:
             if (target != 0) & (nth < AHEAD):
                 memory.prefetch(source, 2 * plan.width * 4)
             while mask != 0:
+                values, scores, biases = (cute.make_rmem_tensor(cute.make_layout((columns, pieces)), Float32) for _ in range(3))
                 owner = cute.arch.popc((mask & -mask) - 1)
                 to, row, ape_row = (cute.arch.shuffle_sync(value, owner) for value in (target, source, place))
-                for first in cutlass.range_constexpr(0, pieces, together):
-                    values, scores, biases = (cute.make_rmem_tensor(cute.make_layout((columns, together)), Float32) for _ in range(3))
-                    for q in cutlass.range_constexpr(together):
-                        column = (lane + (first + q) * WARP) * columns
-                        memory.load_vector(row + Int64(column) * 4, values[None, q], memory.STREAM, streaming=plan.streaming)
-                        memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q], memory.STREAM, streaming=plan.streaming)
-                        memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q])
-                    if cutlass.const_expr(first == 0):
-                        if (target != 0) & (nth == AHEAD + done):
-                            memory.prefetch(source, 2 * plan.width * 4)
-                    for q in cutlass.range_constexpr(together):
-                        column = (lane + (first + q) * WARP) * columns
-                        for c in cutlass.range_constexpr(columns):
-                            scores[c, q] = scores[c, q] + biases[c, q]
-                        memory.store_vector(to + Int64(column) * 4, values[None, q], streaming=plan.streaming)
-                        memory.store_vector(to + Int64(column + plan.width) * 4, scores[None, q], streaming=plan.streaming)
+                for q in cutlass.range_constexpr(pieces):
+                    column = (lane + q * WARP) * columns
+                    memory.load_vector(row + Int64(column) * 4, values[None, q], memory.STREAM, streaming=self.plan.streaming)
+                    memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q], memory.STREAM, streaming=self.plan.streaming)
+                    memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q])
+                if (target != 0) & (nth == AHEAD + done):
+                    memory.prefetch(source, 2 * plan.width * 4)
+                for q in cutlass.range_constexpr(pieces):
+                    column = (lane + q * WARP) * columns
+                    for c in cutlass.range_constexpr(columns):
+                        scores[c, q] = scores[c, q] + biases[c, q]
+                    memory.store_vector(to + Int64(column) * 4, values[None, q], streaming=self.plan.streaming)
+                    memory.store_vector(to + Int64(column + plan.width) * 4, scores[None, q], streaming=self.plan.streaming)
                 mask, done = mask & (mask - 1), done + 1
 
     @cute.jit

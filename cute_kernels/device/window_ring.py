@@ -22,7 +22,7 @@ class Storage(NamedTuple):
     """Shared memory of a ring."""
 
     rows: cute.Tensor  # [512, 2 (values, scores), rows, slots] fp32
-    rotation: cute.Tensor  # [64, turns] of a window, the turn-th of the kernel in turn % turns
+    rotation: cute.Tensor  # [64, slots] of a window, the turn-th of the kernel in turn % slots
     notes: cute.Tensor  # [3, slots]
     from_step: cute.Tensor | None  # [rows, slots] fp32: 1 for a row of this step, whose scores lack position embeddings, else 0
     goals: cute.Tensor | None  # [rows, slots] byte addresses to which the pooling threads save a stage's rows, 0: they do not
@@ -36,8 +36,6 @@ class WindowRing:
 
     rows     of a stage
     slots    stages in flight
-    turns    windows whose angles have room. They are written with a window's last stage, when the stage `slots` before is free: if that
-             may be the window's own or the last one of the window before, whose angles may still be wanted, two windows have room
     readers  threads that pool
     whole    values and scores of a row are one piece of memory
     scores   there are rows of this step
@@ -47,7 +45,6 @@ class WindowRing:
 
     rows: int
     slots: int
-    turns: int
     readers: int
     whole: bool
     scores: bool
@@ -58,10 +55,6 @@ class WindowRing:
         """Where stage n lies. Unsigned: of a signed number the rest takes six instructions, in loops that every stage goes through."""
         return Int32(Uint32(n) % self.slots)
 
-    def place(self, turn: Int32) -> Int32:
-        """Where the angles of the kernel's turn-th window lie."""
-        return Int32(Uint32(turn) % self.turns)
-
     def phase(self, n: Int32) -> Int32:
         """Parity of the phase that stage n completes."""
         return Int32(Uint32(n) // self.slots % 2)
@@ -70,7 +63,7 @@ class WindowRing:
         """Shared memory, made by `array(dtype, *shape)`."""
         return Storage(
             rows=array(Float32, HEAD_DIM, 2, self.rows, self.slots),
-            rotation=array(Float32, ROPE_DIM, self.turns),
+            rotation=array(Float32, ROPE_DIM, self.slots),
             notes=array(Int32, NOTE, self.slots),
             from_step=array(Float32, self.rows, self.slots) if self.scores else None,
             goals=array(Int64, self.rows, self.slots) if self.goals else None,

@@ -9,10 +9,6 @@ from cute_kernels.device.compress_arguments import Arguments, fake_arguments
 from cute_kernels.device.compress_plan import plan_of
 from cute_kernels.device.row_writers import Bf16Row, Fp8Row
 
-# As `splitters.STEPS`, where few windows close. Decode steps of 1024 and 2048 rows have many rows to save, and some teams two windows or
-# three; longer steps are mostly padding (H200, 2026-11-30).
-FEW_WINDOWS = ((512, 8, 16), (2048, 8, 32), (8192, 8, 16))
-
 
 def bf16_writer(arguments: Arguments) -> Bf16Row:
     return Bf16Row()
@@ -25,7 +21,7 @@ def fp8_writer(arguments: Arguments) -> Fp8Row:
 def splitter_of(spec: CompressStoreSpec) -> Any:
     if spec.ratio == 4:
         return splitters.OneBlock(plan_of(spec).columns)
-    return splitters.RowCluster(plan_of(spec).columns, few=FEW_WINDOWS)
+    return splitters.RowCluster(plan_of(spec).columns)
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:

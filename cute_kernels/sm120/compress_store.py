@@ -10,8 +10,6 @@ from cute_kernels.device.compress_plan import plan_of
 from cute_kernels.device.row_writers import PackedRow
 from cute_kernels.device.scratch_split import RowScratch
 
-FEW_WINDOWS = ((8192, 8, 16),)  # as `splitters.STEPS`, where few windows close (H200, 2026-11-30)
-
 
 def packed_writer(arguments: Arguments) -> PackedRow:
     return PackedRow(clamp="scale")
@@ -20,7 +18,7 @@ def packed_writer(arguments: Arguments) -> PackedRow:
 def splitter_of(spec: CompressStoreSpec) -> Any:
     if spec.ratio == 4:
         return splitters.OneBlock(plan_of(spec).columns)
-    return RowScratch(plan_of(spec).columns, few=FEW_WINDOWS)
+    return RowScratch(plan_of(spec).columns)
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:
