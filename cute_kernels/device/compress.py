@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.device import WARP, convert, memory, norm_rope, pdl, pooling, splitters, window_ring
 from cute_kernels.device.compress_arguments import Arguments

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.runtime import make_fake_tensor
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from cute_kernels.compile.spec import QkvInsertSpec
 from cute_kernels.device import WARP, convert, memory, norm_rope, pdl
