@@ -27,6 +27,7 @@ class Result:
     A guarded instruction is executed by those threads whose predicate holds; a guarded branch by all.
 
     policies  bytes of bulk loads by the L2 policy that they name; None: none
+    prefetched  addresses in global memory of which `prefetch.global` brings the line
     accesses  with `statistics`: PTX line of each global access -> (warps, 32-byte sectors they touched, bytes)
     warps     with `statistics`: PTX line of each instruction -> warps that executed it, with any number of lanes
     races, pdl, independent, read_only, owned, unwritten
@@ -41,6 +42,7 @@ class Result:
     loaded: int
     stored: int
     policies: dict[int | None, int]
+    prefetched: set[int]
     accesses: dict[int, tuple[int, int, int]]
     warps: dict[int, int]
     races: bool
@@ -240,6 +242,7 @@ def _result(program: Program, counters: Counters, launch: Launch, buffers: Seque
         loaded=counters.loaded,
         stored=counters.stored,
         policies=dict(counters.policies),
+        prefetched=counters.prefetched,
         accesses=accesses,
         warps=warps,
         races=launch.check_races,

@@ -63,7 +63,7 @@ class Launch:
 @dataclass
 class Counters:
     """Per basic block, and behind those per guarded instruction (`Block.guarded`): how often it ran, and for how many threads; bytes
-    moved, those of bulk loads by their L2 policy; and on demand warps and every global access.
+    moved, those of bulk loads by their L2 policy; addresses that `prefetch` names; and on demand warps and every global access.
     """
 
     runs: np.ndarray
@@ -72,6 +72,7 @@ class Counters:
     loaded: int = 0
     stored: int = 0
     policies: collections.Counter[int | None] = field(default_factory=collections.Counter)  # None: none is named
+    prefetched: set[int] = field(default_factory=set)
     accesses: dict[int, list[int]] | None = None  # PTX line -> [warps, 32-byte sectors, bytes]
 
     def run(self, index: int, f: Fragment) -> None:

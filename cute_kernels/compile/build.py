@@ -102,15 +102,31 @@ def _set_host_cpu(module: Any) -> None:
 
 
 def _dynamic_shared(host_code: str, spec: KernelSpec) -> int:
-    """Bytes of dynamic shared memory the host code asks for: the third field of its launch configuration, a constant."""
+    """The most bytes of dynamic shared memory the host code asks for: the third field of its launch configurations."""
     most = 0
-    for pointer in _SHARED_STORE.findall(host_code):
-        store = re.search(rf"llvm\.store (%\w+), {pointer} : i64", host_code)
-        constant = store and re.search(rf"{store[1]} = llvm\.mlir\.constant\((\d+) : i64\)", host_code)
-        if not constant:
-            raise CompileError(f"{spec}: the shared memory of a launch is no compile-time constant")
-        most = max(most, int(constant[1]))
+    for function in re.split(r"^\s*llvm\.func\b", host_code, flags=re.MULTILINE):
+        for pointer in _SHARED_STORE.findall(function):
+            store = re.search(rf"llvm\.store (%\w+), {pointer} : i64", function)
+            size = store and _most(function, store[1])
+            if size is None:
+                raise CompileError(f"{spec}: the shared memory of a launch is no choice between compile-time constants")
+            most = max(most, size)
     return most
+
+
+def _most(function: str, value: str) -> int | None:
+    """The largest value that host code may choose for a number made of constants, or None if it is made of anything else."""
+    found = re.search(rf"^\s*{value} = llvm\.(mlir\.constant|select|add|sext|zext)\b(.*) : ", function, re.MULTILINE)
+    if found is None:
+        return None
+    kind, operands = found[1], found[2]
+    if kind == "mlir.constant":
+        return int(operands.strip(" ()").split(":")[0])
+    wanted = re.findall(r"%\w+", operands)[kind == "select" :]
+    sizes = [size for operand in wanted if (size := _most(function, operand)) is not None]
+    if len(sizes) < len(wanted):
+        return None
+    return sum(sizes) if kind == "add" else max(sizes)
 
 
 @contextlib.contextmanager

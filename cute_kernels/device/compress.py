@@ -13,6 +13,7 @@ that meet in shared memory only, so that no role waits for another one's loads:
   threads that pool them.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ from cute_kernels.kv_format import HEAD_DIM, NOPE_DIM, ROPE_DIM
 from cute_kernels.save_policy import overlap
 
 NO_ROW = 2**31 - 1
+ALIGNMENT = 16  # bytes, of each array in shared memory
 STEP_ROW, EXCLUDED = 1, 2  # flags in the free low bits of a window row's address
 NOTED = 2  # number of the barrier behind which `noted` is written; the splitters use number 1
 
@@ -67,6 +69,7 @@ class CompressKernel(StepRows):
         self.kernel(arguments, rows, evenly, Int32(deal), bits, by_state_rows, self.splitter.shift(blocks)).launch(
             grid=[plan.teams(evenly, deal) * blocks, 1, 1],
             block=[plan.threads, 1, 1],
+            smem=self.allocated + self.splitter.room_bytes(blocks),
             min_blocks_per_mp=plan.resident,
             preferred_smem_carveout=-1,  # the driver's default; without a value the DSL would ask a device
             stream=args[-1],
@@ -82,7 +85,11 @@ class CompressKernel(StepRows):
         plan = self.plan
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        shared, share = self.allocate(), self.splitter.share(shift)
+        smem = SmemAllocator()
+        shared = self.allocate(lambda dtype, *shape: smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=ALIGNMENT))
+        # Behind the arrays, which lie one behind another: an address from another base would take a register.
+        shared = shared._replace(merging=shared.merging._replace(rooms=shared.ring.rows.iterator.toint() + self.allocated))
+        share = self.splitter.share(shift)
         plan.ring.prepare(shared.ring, tid)
         self.splitter.prepare(shared.merging, tid)
         dealt = self.dealt(Int32(block) >> share.shift, rows, evenly, deal, bits)
@@ -105,12 +112,8 @@ class CompressKernel(StepRows):
         """Whether rows of this step may be noted."""
         return bool(self.plan.widest) and "kv_score" in self.names
 
-    def allocate(self) -> Shared:
-        smem = SmemAllocator()
-
-        def array(dtype, *shape):
-            return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
-
+    def allocate(self, array) -> Shared:
+        """Shared memory, made by `array(dtype, *shape)`."""
         return Shared(
             ring=self.plan.ring.allocate(array),
             closing=array(Int32, 4, WARP * self.plan.looks),
@@ -118,6 +121,13 @@ class CompressKernel(StepRows):
             merging=self.splitter.allocate(array),
             word=array(Int32, 1),
         )
+
+    @property
+    def allocated(self) -> int:
+        """Bytes of what `allocate` makes."""
+        sizes: list[int] = []
+        self.allocate(lambda dtype, *shape: sizes.append(dtype.width // 8 * math.prod(shape)))
+        return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
     def dealt(self, team: Int32, rows: Int32, evenly: Int32, deal: Int32, bits: Int32) -> Dealt:
         """The rows of a team."""
@@ -235,9 +245,7 @@ class CompressKernel(StepRows):
                 for w in cutlass.range_constexpr(together):
                     if first + w < count:
                         mine = lane - w * span
-                        target_slot, excluded = kv_slot, Int32(0)
-                        if cutlass.const_expr(together > 1):
-                            target_slot = cute.arch.shuffle_sync(kv_slot, w * span)
+                        excluded = Int32(0)
                         if cutlass.const_expr(overlap(plan.ratio) > 0):
                             excluded = Int32(cute.arch.vote_ballot_sync((address & EXCLUDED) != 0)) >> (w * span)
                         for s in cutlass.range(stages, unroll=1):
@@ -248,8 +256,10 @@ class CompressKernel(StepRows):
                             # With the last stage: `finish` reads them behind it, and the first ones do not wait for the load.
                             if (p == passes - 1) & (s == stages - 1) & memory.in_range(mine, span):
                                 for q in cutlass.range_constexpr(ROPE_DIM // span):
-                                    shared.ring.rotation[q * span + mine, ring.slot(turn)] = angles[q]
-                            words = (self.splitter.label(nth), target_slot, excluded >> (s * ring.rows))
+                                    shared.ring.rotation[q * span + mine, ring.place(turn)] = angles[q]
+                                if mine == 0:
+                                    shared.ring.targets[ring.place(turn)] = kv_slot
+                            words = (self.splitter.label(nth), excluded >> (s * ring.rows))
                             ring.publish(shared.ring, n, words, lane)
                             n += 1
                         turn += cutlass.select_(p == passes - 1, Int32(1), Int32(0))
@@ -364,6 +374,14 @@ class CompressKernel(StepRows):
     # Pooling
 
     @cute.jit
+    def prefetch_embeddings(self, mA: Arguments, tid: Int32):
+        """All blocks together: prefetch the position embeddings into L2, before the step's rows are there. A model's layers have different
+        ones, so that they come from memory, and every stage waits for those of its rows."""
+        line = Int32(cute.arch.block_idx()[0]) + tid * Int32(cute.arch.grid_dim()[0])
+        if line < self.plan.ratio * self.plan.width * 4 // memory.LINE:
+            memory.prefetch_line(memory.base_address(mA.ape) + Int64(line * memory.LINE))
+
+    @cute.jit
     def prefetch_rows(self, mA: Arguments, share: splitters.Share, by_state_rows: Divisor, dealt: Dealt, tid: Int32):
         """Prefetch rows of this step into L2 while windows are looked up, padding left out; a line for each thread.
 
@@ -391,34 +409,39 @@ class CompressKernel(StepRows):
         plan, ring = self.plan, self.plan.ring
         stages = cutlass.const_expr(plan.window // ring.rows // self.splitter.chunks)  # of a chunk
         column = tid * plan.columns
-        finishing = self.splitter.finishing(share)
-        owned = finishing.rank * (HEAD_DIM >> finishing.shift) + (tid & ((plan.pooling >> finishing.shift) - 1)) * plan.columns
+        if cutlass.const_expr(mA.ape is not None):
+            self.prefetch_embeddings(mA, tid)
         pdl.begin(self.pdl, mA.independent)
         if cutlass.const_expr(self.notes):
             self.note_rows(mA, shared, share, dealt, tid)
         self.prefetch_rows(mA, share, by_state_rows, dealt, tid)
         early = cutlass.const_expr(self.splitter.chunks == 1)  # else what `finish` needs would take registers from many stages
+        _, owned = self.finishing(share, tid)
         weight = norm_rope.load_weight(mA.norm_weight, owned, plan.columns) if early else None
         shape = cute.make_layout((plan.columns, plan.batch))
         bias = cute.make_rmem_tensor(shape, Float32)
-        self.load_bias(mA, self.first_row(self.splitter.part(share, Int32(0))[0]), column, bias)
+        embeddings = self.first_embeddings(mA, self.splitter.part(share, Int32(0))[0], column)
+        self.load_bias(mA, embeddings, bias)
         n, turn = Int32(0), Int32(0)
         ring.wait_full(shared.ring, n)
         flags = shared.ring.notes[0, 0]
         while flags != window_ring.END:
-            kv_slot = shared.ring.notes[1, ring.slot(n)]
             part, _ = self.splitter.part(share, flags >> 1)
-            first, after = (self.first_row(p) for p in (part, self.splitter.part(share, (flags >> 1) + 1)[0]))
-            chunks = self.splitter.chunks >> part.shift  # of a window that this block pools
+            after, _ = self.splitter.part(share, (flags >> 1) + 1)
             rotation = self.load_rotation(shared, turn, owned) if early else None
+            kv_slot = shared.ring.targets[ring.place(turn)] if early else None
             partial = pooling.Partial.empty(plan.columns)
-            for chunk in cutlass.range(chunks, unroll=1):
+            chunk, last = Int32(0), Boolean(False)
+            while not last:
+                last = ((chunk + 1) << part.shift) == self.splitter.chunks  # of this block's chunks of the window
                 partial.clear()
-                for stage in cutlass.range(stages, unroll=1):
+                more = Boolean(True)
+                while more:
+                    more = ((n + 1) & (stages - 1)) != 0  # stages of the chunk: all chunks before had as many
                     if cutlass.const_expr(plan.window > ring.rows):
                         ring.wait_full(shared.ring, n)
                     values, logits = (cute.make_rmem_tensor(shape, Float32) for _ in range(2))
-                    excluded = shared.ring.notes[2, ring.slot(n)]
+                    excluded = shared.ring.notes[1, ring.slot(n)]
                     ring.read(shared.ring, n, column, values, logits)
                     self.add_bias(shared, n, bias, logits)
                     if cutlass.const_expr(plan.on_the_way):
@@ -426,31 +449,47 @@ class CompressKernel(StepRows):
                     self.add_rows(excluded, values, logits, partial, plan.window == ring.rows)
                     ring.release(shared.ring, n)
                     if cutlass.const_expr(plan.window > ring.rows):
-                        following = chunk * stages + stage + 1
-                        row = cutlass.select_(following == chunks * stages, Int32(after), Int32(first + following * ring.rows))
-                        self.load_bias(mA, row, column, bias)  # behind the fence of `release`, which waits for loads under way
+                        following = embeddings + ring.rows * plan.width * 4
+                        embeddings = cutlass.select_(more | (not last), following, self.first_embeddings(mA, after, column))
+                        self.load_bias(mA, embeddings, bias)  # behind the fence of `release`, which waits for loads under way
                     n += 1
-                self.splitter.fold(shared.merging, part, partial, chunk, tid)
+                if (chunk > 0) | (not last):  # else nothing to fold, which short steps need not find out by themselves
+                    self.splitter.fold(shared.merging, partial, chunk, last, tid)
+                chunk += 1
+            part = self.splitter.late(part)
             if self.splitter.gather(shared.merging, part, partial, turn, tid, mA.scratch):
+                finishing, owned = self.finishing(part, tid)
                 self.finish(mA, shared, finishing, partial, kv_slot, owned, weight, rotation, turn, tid)
             turn += 1
             ring.wait_full(shared.ring, n)
             flags = shared.ring.notes[0, ring.slot(n)]
 
+    def finishing(self, part: splitters.Share, tid: Int32) -> tuple:
+        """Which columns of a window this block finishes, as its share of them, and the first one of this thread."""
+        share = self.splitter.finishing(part)
+        threads = self.plan.pooling >> share.shift
+        return share, share.rank * (HEAD_DIM >> share.shift) + (tid & (threads - 1)) * self.plan.columns
+
     def first_row(self, part: splitters.Share) -> Int32:
         """The first row of a block's part in a window."""
         return part.rank * (self.plan.window >> part.shift)
 
+    def first_embeddings(self, mA: Arguments, part: splitters.Share, column: Int32) -> Int64:
+        """Byte address of a thread's position embeddings for the first row of a block's part in a window; 0 if there are none."""
+        if mA.ape is None:
+            return Int64(0)
+        return self.ape_address(mA, Int32(self.first_row(part)), column)
+
     @cute.jit
     def load_rotation(self, shared: Shared, turn: Int32, column: Int32) -> cute.Tensor:
         """Cosines, then sines, of a thread's pairs in the window of this turn."""
-        slot, pairs = self.plan.ring.slot(turn), cutlass.const_expr(self.plan.columns // 2)
+        place, pairs = self.plan.ring.place(turn), cutlass.const_expr(self.plan.columns // 2)
         rotation = cute.make_rmem_tensor(cute.make_layout(2 * pairs), Float32)
         rotation.fill(0.0)
         if column >= NOPE_DIM:
             for j in cutlass.range_constexpr(pairs):
-                rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, slot]
-                rotation[pairs + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, slot]
+                rotation[j] = shared.ring.rotation[(column - NOPE_DIM) // 2 + j, place]
+                rotation[pairs + j] = shared.ring.rotation[ROPE_DIM // 2 + (column - NOPE_DIM) // 2 + j, place]
         return rotation
 
     @cute.jit
@@ -463,12 +502,11 @@ class CompressKernel(StepRows):
                 memory.store_vector(goal + Int64(column + self.plan.width) * 4, logits[None, k], streaming=self.plan.streaming)
 
     @cute.jit
-    def load_bias(self, mA: Arguments, first: Int32, column: Int32, bias: cute.Tensor):
+    def load_bias(self, mA: Arguments, address: Int64, bias: cute.Tensor):
         """Position embeddings of a thread's columns for `batch` rows of the window, from row `first` on, a multiple of `batch`: so their
         places in the group follow one on another, or, at ratio 4, where a batch is all rows, do so twice."""
         plan = self.plan
         if cutlass.const_expr(mA.kv_score is not None):
-            address = self.ape_address(mA, first, column)
             for k in cutlass.range_constexpr(plan.batch):
                 memory.load_vector(address + 4 * (k % plan.ratio * plan.width + plan.half(k)), bias[None, k])
 
@@ -499,7 +537,7 @@ class CompressKernel(StepRows):
         shared: Shared,
         share: splitters.Share,
         total: pooling.Partial,
-        kv_slot: Int32,
+        kv_slot: Any,
         column: Int32,
         weight: Any,
         rotation: Any,
@@ -510,6 +548,7 @@ class CompressKernel(StepRows):
         columns = cutlass.const_expr(self.plan.columns)
         if cutlass.const_expr(weight is None):
             weight, rotation = norm_rope.load_weight(mA.norm_weight, column, columns), self.load_rotation(shared, turn, column)
+            kv_slot = shared.ring.targets[self.plan.ring.place(turn)]
         pooled = cute.make_rmem_tensor(cute.make_layout(columns), Float32)
         for c in cutlass.range_constexpr(columns):
             pooled[c] = total.product[c] * cute.arch.rcp_approx(total.weight[c])

@@ -85,6 +85,7 @@ class Plan:
         return WindowRing(
             rows=self.batch,
             slots=self.slots,
+            turns=self.slots if self.ratio == 4 else 2,
             readers=self.pooling,
             whole=self.ratio != 4,
             scores=self.saver,
@@ -141,22 +142,26 @@ class Plan:
         return cutlass.min((evenly + (self.unit - 1)) // self.unit, deal)
 
 
-def plan_of(spec: CompressStoreSpec) -> Plan:
-    """Tuning of a block, the same for both families: at most 99 KB of shared memory.
+def plan_of(spec: CompressStoreSpec, resident: int) -> Plan:
+    """Tuning of a block: at most 99 KB of shared memory. resident: blocks of ratio 128 that should fit on an SM, 2 or 3.
 
-    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: 16 rows in flight, eight a stage, pooled by twice as many
-    threads, two warps for each of an SM's schedulers. Where every row is saved, a row is read once and saved from the ring; at ratio 128
-    stages have four rows then, which need fewer registers.
+    Ratio 4: a window a stage, three windows of 32 KB in flight. Ratio 128: 16 rows in flight, pooled by twice as many threads, two warps
+    for each of an SM's schedulers. Where every row is saved, a row is read once and saved from the ring.
+
+    Three blocks of ratio 128 fit on an SM of 228 KB where eight share a window, by stages of four rows, which need fewer registers, and
+    by looks at 64 rows where more is noted of each. So a step's blocks find room beside those of the step before. Else stages have eight
+    rows, or four where those are saved on the way.
     """
-    vector, every_row = spec.vector_bytes // 4, spec.save == "every_row"
+    vector, every_row, room = spec.vector_bytes // 4, spec.save == "every_row", resident > 2
+    batch = 4 if every_row or room else 8
     if spec.ratio == 4:
         return Plan(
             ratio=4, vector=vector, columns=4, batch=8, looks=1, slots=3, saver=spec.scores,
             unit=1, middle=4, widest=0, deal=264, resident=2, late=LATE[every_row:], on_the_way=every_row,
         )  # fmt: skip
     return Plan(
-        ratio=128, vector=vector, columns=2, batch=4 if every_row else 8, looks=4, slots=4 if every_row else 2, saver=spec.scores,
-        unit=4, middle=4, widest=128, deal=128, resident=2, late=(), on_the_way=every_row,
+        ratio=128, vector=vector, columns=2, batch=batch, looks=2 if every_row and room else 4, slots=16 // batch, saver=spec.scores,
+        unit=4, middle=4, widest=128, deal=128, resident=resident, late=(), on_the_way=every_row,
     )  # fmt: skip
 
 

@@ -64,15 +64,21 @@ class StepRows:
         """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition.
 
         A warp copies rows one after another, each a trip to memory, and rows to be saved are often neighbours, a request's last ones. So
-        each of n blocks takes every n-th row of the step, whoever pools it.
+        each of n blocks takes every n-th row of the step, or half row, whoever pools it.
         """
         plan, columns = self.plan, self.plan.vector
         pieces = cutlass.const_expr(plan.width // columns // WARP)
+        halves = cutlass.const_expr(plan.resident > 2)  # which a row is copied in, as registers allow
+        together = cutlass.const_expr(pieces // (1 + halves))
         limit = self.row_limit(mA)
         pdl.begin(self.pdl, mA.independent)
+        apart = Int32(0)
+        if cutlass.const_expr(halves):  # each half by a block of its own, where there are as many
+            apart = cutlass.select_((share.shift > 0) & (2 * limit <= dealt.teams << share.shift), Int32(1), apart)
+        begin = (share.rank & apart) * together
         stretch = plan.saved_row(0, 0, WARP, dealt.teams, share.shift)
         for start in cutlass.range(dealt.team, limit, stretch, unroll=1):
-            t = start + plan.saved_row(0, share.rank, lane, dealt.teams, share.shift)
+            t = start + plan.saved_row(0, share.rank >> apart, lane, dealt.teams, share.shift)
             target, place = Int64(0), Int32(0)
             if t < limit:
                 slot, position, request = Int64(mA.state_slots[t]), Int64(mA.positions[t]), Int32(mA.token_to_req[t])
@@ -91,22 +97,23 @@ class StepRows:
             if (target != 0) & (nth < AHEAD):
                 memory.prefetch(source, 2 * plan.width * 4)
             while mask != 0:
-                values, scores, biases = (cute.make_rmem_tensor(cute.make_layout((columns, pieces)), Float32) for _ in range(3))
                 owner = cute.arch.popc((mask & -mask) - 1)
                 to, row, ape_row = (cute.arch.shuffle_sync(value, owner) for value in (target, source, place))
-                for q in cutlass.range_constexpr(pieces):
-                    column = (lane + q * WARP) * columns
-                    memory.load_vector(row + Int64(column) * 4, values[None, q], memory.STREAM, streaming=self.plan.streaming)
-                    memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q], memory.STREAM, streaming=self.plan.streaming)
-                    memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q])
-                if (target != 0) & (nth == AHEAD + done):
-                    memory.prefetch(source, 2 * plan.width * 4)
-                for q in cutlass.range_constexpr(pieces):
-                    column = (lane + q * WARP) * columns
-                    for c in cutlass.range_constexpr(columns):
-                        scores[c, q] = scores[c, q] + biases[c, q]
-                    memory.store_vector(to + Int64(column) * 4, values[None, q], streaming=self.plan.streaming)
-                    memory.store_vector(to + Int64(column + plan.width) * 4, scores[None, q], streaming=self.plan.streaming)
+                for first in cutlass.range(begin, begin + (pieces >> apart), together, unroll=1):
+                    values, scores, biases = (cute.make_rmem_tensor(cute.make_layout((columns, together)), Float32) for _ in range(3))
+                    for q in cutlass.range_constexpr(together):
+                        column = (lane + (first + q) * WARP) * columns
+                        memory.load_vector(row + Int64(column) * 4, values[None, q], memory.STREAM, streaming=plan.streaming)
+                        memory.load_vector(row + Int64(column + plan.width) * 4, scores[None, q], memory.STREAM, streaming=plan.streaming)
+                        memory.load_vector(self.ape_address(mA, ape_row, column), biases[None, q])
+                    if (first == begin) & (target != 0) & (nth == AHEAD + done):
+                        memory.prefetch(source, 2 * plan.width * 4)
+                    for q in cutlass.range_constexpr(together):
+                        column = (lane + (first + q) * WARP) * columns
+                        for c in cutlass.range_constexpr(columns):
+                            scores[c, q] = scores[c, q] + biases[c, q]
+                        memory.store_vector(to + Int64(column) * 4, values[None, q], streaming=plan.streaming)
+                        memory.store_vector(to + Int64(column + plan.width) * 4, scores[None, q], streaming=plan.streaming)
                 mask, done = mask & (mask - 1), done + 1
 
     @cute.jit

@@ -7,7 +7,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from cute_kernels.device import memory, pooling, splitters
-from cute_kernels.device.splitters import LEVELS, SUMS, Share, Tree
+from cute_kernels.device.splitters import LEVELS, ROOM, SUMS, Share, Tree
 from cute_kernels.kv_format import HEAD_DIM
 from cute_kernels.scratch import COUNTERS, PART, PARTS, TURNS
 
@@ -17,7 +17,7 @@ class Storage(NamedTuple):
 
     totals: cute.Tensor  # [8, 2] sums of squares of 64 columns each, by parity of the turn
     arrived: cute.Tensor  # [1] blocks that had handed on their results before this one
-    parts: Any  # [floats] partial results on their way
+    rooms: Any = None  # as those of `splitters.Storage`
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class RowScratch(Tree):
     def shift(self, blocks: Int32) -> Int32:
         return sum((cutlass.select_(blocks > (1 << s), Int32(1), Int32(0)) for s in range(LEVELS)), Int32(0))
 
-    def levels(self) -> int:
-        return LEVELS  # any block may pool whole windows
+    def room_bytes(self, blocks) -> int:
+        return LEVELS * ROOM
 
     def share(self, shift: Int32) -> Share:
         block, _, _ = cute.arch.block_idx()
@@ -61,7 +61,7 @@ class RowScratch(Tree):
         return nth << 1
 
     def allocate(self, array) -> Storage:
-        return Storage(array(Float32, SUMS, 2), array(Int32, 1), array(Float32, 3 * HEAD_DIM * LEVELS))
+        return Storage(array(Float32, SUMS, 2), array(Int32, 1))
 
     def prepare(self, storage: Storage, tid: Int32) -> None:
         """Nothing to prepare."""
@@ -103,9 +103,7 @@ class RowScratch(Tree):
                 for shift in self.shifts():
                     if share.shift == shift:
                         found = [self.root(roots + block * PART * 4) for block in range(1 << shift)]  # all loads come before the first use
-                        root = self.tree(found.__getitem__, 0, 1 << shift)
-                        for q in cutlass.range_constexpr(3):
-                            cute.autovec_copy(root[q], partial[q])
+                        self.merge(partial, found.__getitem__, shift)
                 if tid == 0:
                     memory.at(counter, Int32, 1)[0] = Int32(0)
         return last

@@ -3,8 +3,8 @@
 A splitter is a value handed to the kernel. A window falls into chunks, whose partial results are folded in pairs, pairs of pairs and so on,
 inside a block as between blocks, each of which has a subtree: so the bytes of a cache row do not depend on the split. A team's windows
 are counted by `nth`, those of them that a block has a part in by `turn`. `fold`, `gather`, `sum` and `owns` are for the threads that
-pool; `choose`, `shift`, `launch_options` and `adjust_launch` are host code. `RowCluster` splits over a cluster, `scratch_split.RowScratch`
-over global memory.
+pool; `choose`, `shift`, `room_bytes`, `launch_options` and `adjust_launch` are host code. `RowCluster` splits over a cluster,
+`scratch_split.RowScratch` over global memory.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass._mlir import ir
-from cutlass._mlir.dialects import arith, cuda, scf
+from cutlass._mlir.dialects import arith, cuda, llvm, scf
 
 from cute_kernels.device import WARP, convert, memory, pooling
 from cute_kernels.kv_format import HEAD_DIM
@@ -21,10 +21,10 @@ from cute_kernels.kv_format import HEAD_DIM
 SUMS = 8  # of squares, of 64 columns each, that are added after shuffles
 # (Most rows of a step, blocks that share a window, teams of them): few windows are spread over many blocks. Chosen by steps of four
 # prompts, 900 to 5000 rows, on an H200 (2026-11-30), also such as do not end with a window, which load teams less evenly.
-STEPS = ((1024, 8, 16), (2560, 4, 32), (4096, 4, 64), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256))
-FEW_WINDOWS = (8192, 4, 32)  # where few windows close: most rows of a step, least blocks that share a window, teams of them
+STEPS = ((2048, 8, 16), (2560, 4, 32), (4096, 4, 64), (8192, 2, 64), (16384, 2, 128), (2**31 - 1, 1, 256))
 EVENLY_PLACED = 4  # blocks of the clusters that are placed evenly over the SMs: those of two gained nothing, those of eight lost
 LEVELS = 3  # of the tree that folds the results of a window's chunks
+ROOM = 3 * HEAD_DIM * 4  # bytes of a room for partial results of a window's columns
 
 
 class Share(NamedTuple):
@@ -39,8 +39,8 @@ class Storage(NamedTuple):
     """Shared memory of a splitter."""
 
     totals: cute.Tensor  # [8, 2] sums of squares of 64 columns each, by parity of the turn
-    barriers: cute.Tensor  # [4]: of the sums, then of the parts, by parity of the turn
-    parts: Any  # [floats] partial results on their way
+    barriers: cute.Tensor | None  # [4]: of the sums, then of what is sent, by parity of the turn
+    rooms: Any = None  # byte address of the rooms, which lie behind everything else
 
 
 @cute.jit
@@ -56,9 +56,17 @@ def sum_in_block(slots: cute.Tensor, squares: Float32, columns: cutlass.Constexp
 class Splitter:
     """What a launch needs where a splitter does not say otherwise: nothing."""
 
+    def room_bytes(self, blocks) -> Any:
+        """Of the rooms for partial results that a launch with so many blocks a window has (host)."""
+        return 0
+
     def launch_options(self, blocks) -> dict:
         """Keyword arguments of the launch (host)."""
         return {}
+
+    def late(self, part: Share) -> Share:
+        """A part for what comes when its rows are pooled. What that computes of it may take no registers before."""
+        return part
 
     def adjust_launch(self) -> None:
         """Add to the launch just made (host)."""
@@ -110,7 +118,7 @@ class OneBlock(Alike):
 
     def allocate(self, array) -> Storage:
         """Shared memory, made by `array(dtype, *shape)`."""
-        return Storage(array(Float32, SUMS, 2), None, None)
+        return Storage(array(Float32, SUMS, 2), barriers=None)
 
     def prepare(self, storage: Storage, tid: Int32) -> None:
         """Nothing to prepare."""
@@ -119,7 +127,7 @@ class OneBlock(Alike):
         """Whether a thread finishes columns of the window."""
         return Boolean(True)
 
-    def fold(self, storage: Storage, share: Share, partial: pooling.Partial, chunk, tid: Int32) -> None:
+    def fold(self, storage: Storage, partial: pooling.Partial, chunk, last, tid: Int32) -> None:
         """The only chunk is the window."""
 
     def gather(self, storage: Storage, share: Share, partial: pooling.Partial, turn: Int32, tid: Int32, scratch):
@@ -135,10 +143,15 @@ class OneBlock(Alike):
 class Tree(Splitter):
     """A window's chunks folded as a tree, whose subtrees blocks have, as many as the step's row count asks for. One group of threads pools.
 
-    columns: of a thread.
+    Partial results lie in rooms behind everything else in the block's shared memory, of which a launch has as many as it needs
+    (`room_bytes`), so that more blocks fit on an SM where it needs few: first one for what other blocks send, then those for the levels.
+
+    columns  of a thread
+    few      `STEPS` of those with few windows, which are left to `STEPS` where they are longer
     """
 
     columns: int
+    few: tuple[tuple[int, int, int], ...]
     chunks = 1 << LEVELS
 
     @property
@@ -156,61 +169,57 @@ class Tree(Splitter):
     def choose(self, row_count: Int32, deal: int, arguments):
         """A step of many requests, with less than a window's rows of each, is one of decoding, or a captured graph that is mostly padding:
         as few windows may close as in a short step."""
+        few = row_count < memory.extent(arguments.state_block_table) * 128
         blocks, teams = (Int32(n) for n in STEPS[-1][1:])
-        for most, some, many in reversed(STEPS[:-1]):
-            blocks = cutlass.select_(row_count <= most, Int32(some), blocks)
-            teams = cutlass.select_(row_count <= most, Int32(many), teams)
-        most, some, many = FEW_WINDOWS
-        few = (row_count <= most) & (row_count < memory.extent(arguments.state_block_table) * 128) & (blocks <= some)
-        return cutlass.select_(few, Int32(some), blocks), cutlass.select_(few, Int32(many), teams)
+        for table, asked in ((STEPS[:-1], Boolean(True)), (self.few, few)):
+            for most, some, many in reversed(table):
+                wanted = asked & (row_count <= most)
+                blocks, teams = cutlass.select_(wanted, Int32(some), blocks), cutlass.select_(wanted, Int32(many), teams)
+        return blocks, teams
 
     @property
     def splits(self) -> list[tuple[int, int]]:
         """Blocks and teams that a launch may have."""
-        return [split[1:] for split in (FEW_WINDOWS, *STEPS)]
-
-    def levels(self) -> int:
-        """Of the tree, that lie in a block of the smallest teams."""
-        return LEVELS + 1 - min(blocks for blocks, _ in self.splits).bit_length()
+        return [split[1:] for split in (*self.few, *STEPS)]
 
     def shifts(self) -> list[int]:
         """Of the teams of several blocks."""
         return sorted({blocks.bit_length() - 1 for blocks, _ in self.splits if blocks > 1})
 
-    def place(self, storage: Storage, first, q: int, threads, thread: Int32) -> cute.Tensor:
-        """Where a peak, weight or product (q) lies of the first-th of partial results that `threads` threads have."""
-        place = storage.parts.iterator + ((first * 3 + q) * threads + thread) * self.columns
-        pointer = cute.make_ptr(Float32, place.toint(), cute.AddressSpace.smem, assumed_align=4 * self.columns)
+    def late(self, part: Share) -> Share:
+        """A shift of which the compiler knows nothing: addresses made of it are not computed in front of all windows' loop."""
+        operands = [Int32(part.shift).ir_value()]
+        return part._replace(shift=Int32(llvm.inline_asm(Int32.mlir_type, operands, "mov.b32 $0, $1;", "=r,r", has_side_effects=True)))
+
+    def place(self, storage: Storage, room, first, q: int, threads, thread: Int32) -> cute.Tensor:
+        """Where a peak, weight or product (q) lies of the first-th of a room's partial results, which `threads` threads have."""
+        place = storage.rooms + room * ROOM + q * (ROOM // 3) + (first * threads + thread) * self.columns * 4
+        pointer = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=4 * self.columns)
         return cute.make_tensor(pointer, cute.make_layout(self.columns))
 
-    def load(self, storage: Storage, first, threads, tid: Int32) -> pooling.Partial:
+    def load(self, storage: Storage, room, first, threads, tid: Int32) -> pooling.Partial:
         found = pooling.Partial.empty(self.columns)
         for q in range(3):
-            cute.autovec_copy(self.place(storage, first, q, threads, tid), found[q])
+            cute.autovec_copy(self.place(storage, room, first, q, threads, tid), found[q])
         return found
 
     @cute.jit
-    def fold(self, storage: Storage, share: Share, partial: pooling.Partial, chunk: Int32, tid: Int32):
+    def fold(self, storage: Storage, partial: pooling.Partial, chunk: Int32, last: Boolean, tid: Int32):
         """Fold what a thread has of the block's chunks so far, as a binary counter carries: after the last one it has the root.
 
-        The threads' results of the left halves lie in `parts`, by level. The highest level is used by single blocks only, and only
-        blocks that share windows are sent anything, to that place.
+        The threads' results of the left halves lie in a room for each level, that of the lowest level in the last. The highest level is
+        used by single blocks only, and only blocks that share windows are sent anything, to its room.
         """
-        for level in cutlass.range_constexpr(self.levels()):
-            ones = cutlass.const_expr((2 << level) - 1)
-            if (chunk & ones) == ones:
-                left = self.load(storage, self.room(level), self.threads, tid)
-                pooling.fold(left, partial)
-                for q in cutlass.range_constexpr(3):
-                    cute.autovec_copy(left[q], partial[q])
-        if ((chunk + 1) << share.shift) != self.chunks:
-            level = cute.arch.popc(chunk ^ (chunk + 1)) - 1
+        room = Int32(LEVELS - 1)
+        while ((chunk >> (LEVELS - 1 - room)) & 1) != 0:
+            left = self.load(storage, room, 0, self.threads, tid)
+            pooling.fold(left, partial)
             for q in cutlass.range_constexpr(3):
-                cute.autovec_copy(partial[q], self.place(storage, self.room(level), q, self.threads, tid))
-
-    def room(self, level):
-        """Place of a level's results in `parts`; that of the highest level is the one other blocks send to."""
-        return LEVELS - 1 - level
+                cute.autovec_copy(left[q], partial[q])
+            room -= 1
+        if not last:
+            for q in cutlass.range_constexpr(3):
+                cute.autovec_copy(partial[q], self.place(storage, room, 0, q, self.threads, tid))
 
     def tree(self, load, first: int, count: int) -> pooling.Partial:
         """The roots of `count` blocks from the first-th on, folded in pairs. load: from a block to its root."""
@@ -219,6 +228,12 @@ class Tree(Splitter):
         left = self.tree(load, first, count // 2)
         pooling.fold(left, self.tree(load, first + count // 2, count // 2))
         return left
+
+    def merge(self, partial: pooling.Partial, load, shift: int) -> None:
+        """Put what 2^shift blocks pooled into `partial`. load: from a block to its root."""
+        root = self.tree(load, 0, 1 << shift)
+        for q in range(3):
+            cute.autovec_copy(root[q], partial[q])
 
 
 @dataclass(frozen=True)
@@ -240,6 +255,10 @@ class RowCluster(Tree, Alike):
         n = Tree.unit_of(n, teams, bits)
         apart = cutlass.select_(2 * n >= teams, 2 * n - (teams - 1), 2 * n)
         return cutlass.select_(bits == 6, apart, n)
+
+    def room_bytes(self, blocks: Int32) -> Int32:
+        """Blocks of the largest teams have one chunk each, nothing to fold."""
+        return cutlass.select_(blocks == self.chunks, Int32(ROOM), Int32(LEVELS * ROOM))
 
     def launch_options(self, blocks) -> dict:
         return {"cluster": [blocks, 1, 1]}
@@ -270,7 +289,7 @@ class RowCluster(Tree, Alike):
         return Share(Int32(cute.arch.block_idx_in_cluster()), Int32(cute.arch.popc(blocks - 1)))
 
     def allocate(self, array) -> Storage:
-        return Storage(array(Float32, SUMS, 2), array(cutlass.Int64, 4), array(Float32, 3 * HEAD_DIM * LEVELS))
+        return Storage(array(Float32, SUMS, 2), array(cutlass.Int64, 4))
 
     @cute.jit
     def prepare(self, storage: Storage, tid: Int32):
@@ -301,16 +320,18 @@ class RowCluster(Tree, Alike):
             if tid == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, HEAD_DIM * 4 * 3)
             for q in cutlass.range_constexpr(3):
-                place = self.place(storage, share.rank, q, owners, tid & (owners - 1))
+                place = self.place(storage, 0, share.rank, q, owners, tid & (owners - 1))
                 bits = tuple(convert.bits_of(partial[q][c]) for c in range(self.columns))
                 cute.arch.store_async_dsmem(place.iterator, bits, barrier, tid >> (self.threads.bit_length() - 1 - share.shift))
             if tid < owners:
                 cute.arch.mbarrier_wait(barrier, (turn >> 1) & 1)
-                for shift in self.shifts():
-                    if share.shift == shift:
-                        root = self.tree(lambda block: self.load(storage, block, owners, tid), 0, 1 << shift)
-                        for q in cutlass.range_constexpr(3):
-                            cute.autovec_copy(root[q], partial[q])
+                largest, *others = reversed(self.shifts())
+                if share.shift == largest:  # asked first, for short steps
+                    self.merge(partial, lambda block: self.load(storage, 0, block, owners, tid), largest)
+                else:
+                    for shift in others:
+                        if share.shift == shift:
+                            self.merge(partial, lambda block: self.load(storage, 0, block, owners, tid), shift)
         return True
 
     @cute.jit

@@ -15,15 +15,16 @@ from cute_kernels.device import WARP, memory
 from cute_kernels.kv_format import HEAD_DIM, ROPE_DIM
 
 END = 1  # flags of a note: no window follows; else its window's label, whose bit 0 is clear
-NOTE = 3  # words of a note: flags, KV slot, bit mask of rows before position 0
+NOTE = 2  # words of a note: flags, bit mask of rows before position 0
 
 
 class Storage(NamedTuple):
     """Shared memory of a ring."""
 
     rows: cute.Tensor  # [512, 2 (values, scores), rows, slots] fp32
-    rotation: cute.Tensor  # [64, slots] of a window, the turn-th of the kernel in turn % slots
-    notes: cute.Tensor  # [3, slots]
+    rotation: cute.Tensor  # [64, turns] of a window, the turn-th of the kernel in turn % turns
+    targets: cute.Tensor  # [turns] KV slots of windows, as `rotation`
+    notes: cute.Tensor  # [2, slots]
     from_step: cute.Tensor | None  # [rows, slots] fp32: 1 for a row of this step, whose scores lack position embeddings, else 0
     goals: cute.Tensor | None  # [rows, slots] byte addresses to which the pooling threads save a stage's rows, 0: they do not
     full: cute.Tensor  # [slots] barriers
@@ -36,6 +37,8 @@ class WindowRing:
 
     rows     of a stage
     slots    stages in flight
+    turns    windows whose angles and KV slot have room. They are written with a window's last stage, when the stage `slots` before is
+             free: if that may be the window's own or the last one of the window before, whose angles may still be wanted, two have room
     readers  threads that pool
     whole    values and scores of a row are one piece of memory
     scores   there are rows of this step
@@ -45,6 +48,7 @@ class WindowRing:
 
     rows: int
     slots: int
+    turns: int
     readers: int
     whole: bool
     scores: bool
@@ -55,6 +59,10 @@ class WindowRing:
         """Where stage n lies. Unsigned: of a signed number the rest takes six instructions, in loops that every stage goes through."""
         return Int32(Uint32(n) % self.slots)
 
+    def place(self, turn: Int32) -> Int32:
+        """Where the angles and the KV slot of the kernel's turn-th window lie."""
+        return Int32(Uint32(turn) % self.turns)
+
     def phase(self, n: Int32) -> Int32:
         """Parity of the phase that stage n completes."""
         return Int32(Uint32(n) // self.slots % 2)
@@ -63,7 +71,8 @@ class WindowRing:
         """Shared memory, made by `array(dtype, *shape)`."""
         return Storage(
             rows=array(Float32, HEAD_DIM, 2, self.rows, self.slots),
-            rotation=array(Float32, ROPE_DIM, self.slots),
+            rotation=array(Float32, ROPE_DIM, self.turns),
+            targets=array(Int32, self.turns),
             notes=array(Int32, NOTE, self.slots),
             from_step=array(Float32, self.rows, self.slots) if self.scores else None,
             goals=array(Int64, self.rows, self.slots) if self.goals else None,
@@ -89,7 +98,7 @@ class WindowRing:
     def end(self, ring: Storage, n: Int32, lane: Int32):
         """Stage n says that no window follows."""
         self.wait_empty(ring, n)
-        self.publish(ring, n, (Int32(END), Int32(0), Int32(0)), lane)
+        self.publish(ring, n, (Int32(END), Int32(0)), lane)
 
     @cute.jit
     def fetch(

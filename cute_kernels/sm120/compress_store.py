@@ -6,9 +6,16 @@ from cute_kernels.compile.spec import CompressStoreSpec
 from cute_kernels.device import splitters
 from cute_kernels.device.compress import CompressKernel
 from cute_kernels.device.compress_arguments import Arguments, fake_arguments
-from cute_kernels.device.compress_plan import plan_of
+from cute_kernels.device.compress_plan import Plan, plan_of
 from cute_kernels.device.row_writers import PackedRow
 from cute_kernels.device.scratch_split import RowScratch
+
+FEW_WINDOWS = ((8192, 8, 16),)  # as `splitters.STEPS`, where few windows close (H200, 2026-11-30)
+RESIDENT = 2  # blocks of ratio 128 for which an SM should have registers; its 100 KB of shared memory have room for one
+
+
+def plan(spec: CompressStoreSpec) -> Plan:
+    return plan_of(spec, RESIDENT)
 
 
 def packed_writer(arguments: Arguments) -> PackedRow:
@@ -17,12 +24,11 @@ def packed_writer(arguments: Arguments) -> PackedRow:
 
 def splitter_of(spec: CompressStoreSpec) -> Any:
     if spec.ratio == 4:
-        return splitters.OneBlock(plan_of(spec).columns)
-    return RowScratch(plan_of(spec).columns)
+        return splitters.OneBlock(plan(spec).columns)
+    return RowScratch(plan(spec).columns, few=FEW_WINDOWS)
 
 
 def trace(spec: CompressStoreSpec) -> tuple[CompressKernel, list[Any]]:
     """The host function of `spec` and fake arguments for `cute.compile`."""
-    plan = plan_of(spec)
-    kernel = CompressKernel(plan=plan, splitter=splitter_of(spec), writer=packed_writer, names=spec.argument_names, pdl=spec.pdl)
-    return kernel, fake_arguments(spec, plan.width)
+    kernel = CompressKernel(plan=plan(spec), splitter=splitter_of(spec), writer=packed_writer, names=spec.argument_names, pdl=spec.pdl)
+    return kernel, fake_arguments(spec, plan(spec).width)

@@ -279,7 +279,9 @@ def _prefetch(build: Build, ins: ptx.Instruction) -> Step:
         return lambda f: None
 
     def run(f: Fragment) -> None:
-        f.machine.memory.load(np.broadcast_to(address(f), (f.n,)), 1, 1)
+        addresses = np.broadcast_to(address(f), (f.n,))
+        f.machine.memory.load(addresses, 1, 1)
+        f.machine.counters.prefetched.update(addresses.tolist())
 
     return run
 

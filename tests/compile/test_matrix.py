@@ -22,7 +22,7 @@ from cute_kernels.compile.spec import (
     SparseIndicesSpec,
 )
 from cute_kernels.target import Target, all_targets
-from tests.support.compress_plan import plan_of
+from tests.support.compress_plan import plan_of, with_one_room
 
 FULL = ("sm_100f", "sm_120f")
 # What the other targets build, as (narrow access, ...); where a target has one width only, that serves for both.
@@ -95,6 +95,11 @@ def test_kernel(spec: KernelSpec) -> None:
     rounded = -(-manifest["registers"] // REGISTER_GRANULE) * REGISTER_GRANULE
     assert rounded * threads <= REGISTERS_OF_AN_SM, f"{manifest['registers']} registers x {threads} threads exceed an SM's"
 
+    if isinstance(spec, CompressStoreSpec) and plan_of(spec).resident == 3:
+        assert 3 * with_one_room(manifest["shared_bytes"]) <= 228 * 1024 and 3 * rounded * threads <= REGISTERS_OF_AN_SM, (
+            "three of a short step fit"
+        )
+
     assert re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1] == spec.target.gpu_arch
     assert pdl_faults(ptx) == []
     assert "griddepcontrol.launch_dependents" in ptx
@@ -129,7 +134,9 @@ def check_compress_store(spec: CompressStoreSpec, ptx: str, found: Instructions)
     assert ("e4m3x2" in ptx) == (spec.kv_format != "bf16"), "E4M3 conversions belong to FP8 rows, and to no others"
     assert "bf16x2" in ptx or "cvt.rn.bf16" in ptx, "every format rounds to BF16 first"
     assert "ex2.approx" in ptx, "the softmax over the window uses exp2"
-    assert ptx.count("prefetch.global.L2") == 1, "the step's first rows are prefetched while windows are looked up"
+    prefetches = [m.start() for m in re.finditer("prefetch.global.L2", ptx)]
+    assert len(prefetches) == 1 + spec.scores, "the step's first rows are prefetched while windows are looked up"
+    assert not spec.scores or prefetches[0] < ptx.index("griddepcontrol.wait"), "position embeddings are prefetched before the wait"
 
 
 def check_qkv_insert(spec: QkvInsertSpec, ptx: str, found: Instructions) -> None:

@@ -91,7 +91,7 @@ def test_bad_arguments_are_refused_by_the_host_code_of_the_kernel(target: str) -
                 ops.compress_store(*arguments, **case.kwargs())
 
 
-@pytest.mark.parametrize("rows,blocks,placing", [(300, 8, DEFAULT), (1600, 4, BALANCED), (4100, 2, DEFAULT)])
+@pytest.mark.parametrize("rows,blocks,placing", [(300, 8, DEFAULT), (2100, 4, BALANCED), (4100, 2, DEFAULT)])
 def test_clusters_of_four_are_placed_evenly_and_others_as_by_default(rows: int, blocks: int, placing: int) -> None:
     """By cudaLaunchAttributeClusterSchedulingPolicyPreference; all rows are padding."""
     from cute_kernels.compile import cache
@@ -119,6 +119,6 @@ def test_launch_configuration_is_that_of_the_product() -> None:
     plan, (blocks, deal) = plan_of(spec), split_of(spec, 300)
     assert record.pdl and record.grid[0] == plan.teams(300, deal) * blocks and record.block[0] == plan.threads
     assert record.cluster == (blocks, 1, 1) and blocks > 1
-    assert record.dynamic_shared <= spec.target.shared_bytes
+    assert 3 * (record.dynamic_shared + 1024) <= 228 * 1024, "three blocks fit on an SM, which reserves 1 KB for each"
     assert loader.executor() is loader.load_with_tvm_ffi
     assert torch.isfinite(case.kv_cache[case.kv_slots.max() // case.pool.page_rows].float()).any()

@@ -11,17 +11,22 @@ from tests.support.steps import Request
 
 
 def plan_of(spec: CompressStoreSpec) -> Any:
-    return importlib.import_module("cute_kernels.device.compress_plan").plan_of(spec)
+    return importlib.import_module(spec.module).plan(spec)
 
 
 def split_of(spec: CompressStoreSpec, count: int, requests: int = 0) -> tuple[int, int]:
     """Blocks that share a window, and the most teams, in a step of `count` rows."""
     if spec.ratio == 4:
         return 1, plan_of(spec).deal
+    steps = importlib.import_module("cute_kernels.device.splitters").STEPS
+    few = importlib.import_module(spec.module).FEW_WINDOWS if count < 128 * requests else ()
+    return next((blocks, teams) for most, blocks, teams in (*few, *steps) if count <= most)
+
+
+def with_one_room(shared: int) -> int:
+    """Bytes of shared memory of a block whose team needs one room, from those of one that needs all (ratio 128)."""
     splitters = importlib.import_module("cute_kernels.device.splitters")
-    split = next(step[1:] for step in splitters.STEPS if count <= step[0])
-    most, *few = splitters.FEW_WINDOWS
-    return tuple(few) if count <= most and count < 128 * requests and split[0] <= few[0] else split
+    return shared - (splitters.LEVELS - 1) * splitters.ROOM
 
 
 def row_of(plan: Any, team: int, i: int, deal: int, bits: int) -> int:
