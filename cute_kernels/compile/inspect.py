@@ -150,7 +150,7 @@ def _width(opcode: str) -> int:
 
 
 _ENTRY = re.compile(r"\.entry\s+(\w+)[^{]*\{")
-_GLOBAL_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp|prefetch|multimem)\.(?!param|shared|const|local)[\w.:]*")
+_GLOBAL_ACCESS = re.compile(r"\b(?:ld|st|atom|red|cp(?!\.async\.bulk\.prefetch)|multimem)\.(?!param|shared|const|local)[\w.:]*")
 _LEAVES = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:ret|exit|trap|brx\S*|call\S*)\b", re.MULTILINE)
 _BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
 _JUMP = re.compile(r"^\s*bra(?:\.uni)?\s+\$\w+;", re.MULTILINE)  # whatever stands behind it is not reached from in front
@@ -168,9 +168,9 @@ _PARAMETER, _BLOCK_INDEX = r"ld\.param\.[bsu]32\s+{}, \[(\w+)\];", r"mov\.u32\s+
 def pdl_faults(ptx: str) -> list[str]:
     """Where a kernel breaks the rule of programmatic dependent launch: one sentence a fault, none for a sound kernel.
 
-    The rule: every thread executes a wait before its first access to global memory. So on the way from the entry, along every branch,
-    a wait must come before any global access and before any return. One exception: a kernel may skip its waits where a parameter is
-    not 0, if the threads of its first block then execute one directly before they leave.
+    The rule: every thread executes a wait before its first access to global memory; prefetches, which load nothing, are none. So on
+    the way from the entry, along every branch, a wait must come before any global access and before any return. One exception: a kernel
+    may skip its waits where a parameter is not 0, if the threads of its first block then execute one directly before they leave.
     """
     entries = list(_ENTRY.finditer(ptx))
     if not entries:

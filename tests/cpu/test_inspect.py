@@ -50,6 +50,7 @@ LAST = ("setp.eq.b32 \t%p9, %r9, 0;", *ELSEWHERE, "@%p6 bra \t$L__BB0_8;", "// b
     "lines",
     [
         (WAIT, LOAD),
+        ("prefetch.global.L2 [%rd1];", "cp.async.bulk.prefetch.L2.global [%rd1], 64;", WAIT, LOAD),
         ("ld.param.b64 \t%rd1, [k_param_0];", "st.shared.b32 \t[%r1], %r2;", WAIT, LOAD, "@%p1 bra \t$L__BB0_2;", "$L__BB0_2:", "ret;"),
         ("@%p1 bra \t$L__BB0_1;", "mbarrier.init.shared.b64 [%r1], 1;", "$L__BB0_1:", WAIT, "st.global.b32 \t[%rd1], %r1;"),
         ("@%p1 bra \t$L__BB0_2;", WAIT, LOAD, "bra.uni \t$L__BB0_3;", "$L__BB0_2:", WAIT, LOAD, "$L__BB0_3:", "ret;"),
