@@ -168,7 +168,7 @@ _PARAMETER, _BLOCK_INDEX = r"ld\.param\.[bsu]32\s+{}, \[(\w+)\];", r"mov\.u32\s+
 def pdl_faults(ptx: str) -> list[str]:
     """Where a kernel breaks the rule of programmatic dependent launch: one sentence a fault, none for a sound kernel.
 
-    The rule: every thread executes a wait before its first access to global memory; prefetches, which load nothing, are none. So on
+    The rule: every thread executes a wait before its first access to global memory. Prefetches are no accesses: they load nothing. So on
     the way from the entry, along every branch, a wait must come before any global access and before any return. One exception: a kernel
     may skip its waits where a parameter is not 0, if the threads of its first block then execute one directly before they leave.
     """

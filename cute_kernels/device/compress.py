@@ -8,7 +8,8 @@ Windows are dealt out by the rows that close them: a team (the blocks that share
 that meet in shared memory only, so that no role waits for another one's loads:
 
 - one warp finds the windows that close, locates their rows and has them copied into a ring (`produce`);
-- pooling warps prefetch the step's first rows into L2, wait for the ring's stages, pool, normalise, rotate and store (`consume`);
+- pooling warps prefetch position embeddings and the step's first rows into L2, wait for the ring's stages, pool, normalise, rotate and
+  store (`consume`);
 - one warp copies the rows that are to be saved into the state pool (`save`); where a plan says so, only those that are not saved by the
   threads that pool them.
 """
@@ -80,8 +81,8 @@ class CompressKernel(StepRows):
 
     @cute.kernel
     def kernel(self, mA: Arguments, rows: Int32, evenly: Int32, deal: Int32, bits: Int32, by_state_rows: Divisor, shift: Int32 | None):
-        """Each role waits for the grid in front by itself. Before that the warp that fetches settles which rows it looks at first, and a
-        thread that pools, which has time until data arrive, fetches the parameters for all."""
+        """Each role waits for the grid in front by itself. Before that the warp that fetches settles which rows it looks at first, and
+        those that pool, which have time until data arrive, fetch the parameters for all and prefetch position embeddings."""
         plan = self.plan
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
@@ -375,8 +376,8 @@ class CompressKernel(StepRows):
 
     @cute.jit
     def prefetch_embeddings(self, mA: Arguments, tid: Int32):
-        """All blocks together: prefetch the position embeddings into L2, before the step's rows are there. A model's layers have different
-        ones, so that they come from memory, and every stage waits for those of its rows."""
+        """All blocks together (fewer than eight: a part of it): prefetch the position embeddings into L2, before the step's rows are there.
+        A model's layers have different ones, so that they come from memory, and every stage waits for those of its rows."""
         line = Int32(cute.arch.block_idx()[0]) + tid * Int32(cute.arch.grid_dim()[0])
         if line < self.plan.ratio * self.plan.width * 4 // memory.LINE:
             memory.prefetch_line(memory.base_address(mA.ape) + Int64(line * memory.LINE))
@@ -503,8 +504,8 @@ class CompressKernel(StepRows):
 
     @cute.jit
     def load_bias(self, mA: Arguments, address: Int64, bias: cute.Tensor):
-        """Position embeddings of a thread's columns for `batch` rows of the window, from row `first` on, a multiple of `batch`: so their
-        places in the group follow one on another, or, at ratio 4, where a batch is all rows, do so twice."""
+        """Position embeddings of a thread's columns for `batch` rows of the window. address: those of the first, whose number is a multiple
+        of `batch`: so their places in the group follow one on another, or, at ratio 4, where a batch is all rows, do so twice."""
         plan = self.plan
         if cutlass.const_expr(mA.kv_score is not None):
             for k in cutlass.range_constexpr(plan.batch):

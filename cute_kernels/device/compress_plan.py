@@ -34,7 +34,7 @@ class Plan:
     widest         0, or the most consecutive rows that are dealt together in dense steps, those of a window's rows a request or more: as
                    few as give each team one unit, so that all rows of its windows lie near
     deal           teams over which neighbouring units are dealt, and the most there are, where the splitter does not say
-    resident       blocks that should fit on an SM at once: bounds the registers
+    resident       blocks that should fit on an SM at once: bounds the registers, and so what is under way in them
     late           (rows of a block, how many of them): from so many rows a block on, so many are dealt late, by tickets; (): none are
     on_the_way     rows are saved by the threads that pool them; the saving warp takes those that the step's windows do not pool whole
     """
@@ -68,6 +68,11 @@ class Plan:
     def pooling(self) -> int:
         """Threads that pool."""
         return HEAD_DIM // self.columns
+
+    @property
+    def halves(self) -> bool:
+        """Whether the saving warp copies a row in halves, as registers for three blocks allow."""
+        return self.resident > 2
 
     @property
     def streaming(self) -> bool:

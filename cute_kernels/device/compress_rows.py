@@ -64,16 +64,16 @@ class StepRows:
         """Copy this block's share of the rows that are to be saved into the state pool, APE added to the scores by a plain addition.
 
         A warp copies rows one after another, each a trip to memory, and rows to be saved are often neighbours, a request's last ones. So
-        each of n blocks takes every n-th row of the step, or half row, whoever pools it.
+        each of n blocks takes every n-th row of the step, whoever pools it. Where a row is copied in halves and rows are at most n / 2, two
+        blocks of a team take a half each.
         """
         plan, columns = self.plan, self.plan.vector
         pieces = cutlass.const_expr(plan.width // columns // WARP)
-        halves = cutlass.const_expr(plan.resident > 2)  # which a row is copied in, as registers allow
-        together = cutlass.const_expr(pieces // (1 + halves))
+        together = cutlass.const_expr(pieces // (1 + plan.halves))  # under way at once
         limit = self.row_limit(mA)
         pdl.begin(self.pdl, mA.independent)
         apart = Int32(0)
-        if cutlass.const_expr(halves):  # each half by a block of its own, where there are as many
+        if cutlass.const_expr(plan.halves):
             apart = cutlass.select_((share.shift > 0) & (2 * limit <= dealt.teams << share.shift), Int32(1), apart)
         begin = (share.rank & apart) * together
         stretch = plan.saved_row(0, 0, WARP, dealt.teams, share.shift)

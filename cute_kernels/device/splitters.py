@@ -2,7 +2,7 @@
 
 A splitter is a value handed to the kernel. A window falls into chunks, whose partial results are folded in pairs, pairs of pairs and so on,
 inside a block as between blocks, each of which has a subtree: so the bytes of a cache row do not depend on the split. A team's windows
-are counted by `nth`, those of them that a block has a part in by `turn`. `fold`, `gather`, `sum` and `owns` are for the threads that
+are counted by `nth`, those of them that a block has a part in by `turn`. `fold`, `late`, `gather`, `sum` and `owns` are for threads that
 pool; `choose`, `shift`, `room_bytes`, `launch_options` and `adjust_launch` are host code. `RowCluster` splits over a cluster,
 `scratch_split.RowScratch` over global memory.
 """
@@ -147,7 +147,7 @@ class Tree(Splitter):
     (`room_bytes`), so that more blocks fit on an SM where it needs few: first one for what other blocks send, then those for the levels.
 
     columns  of a thread
-    few      `STEPS` of those with few windows, which are left to `STEPS` where they are longer
+    few      as `STEPS`, for steps in which few windows close; those longer than its last take `STEPS`
     """
 
     columns: int

@@ -37,8 +37,9 @@ class WindowRing:
 
     rows     of a stage
     slots    stages in flight
-    turns    windows whose angles and KV slot have room. They are written with a window's last stage, when the stage `slots` before is
-             free: if that may be the window's own or the last one of the window before, whose angles may still be wanted, two have room
+    turns    windows whose angles and KV slot have room. A window's are written with its last stage, when the stage `slots` before is free.
+             Ratio 4 reads them before it gives the stage back: one for each slot. Ratio 128 reads them behind the last stage; no window
+             has fewer stages than the ring, so all threads are past the window before the last: two
     readers  threads that pool
     whole    values and scores of a row are one piece of memory
     scores   there are rows of this step

@@ -106,7 +106,7 @@ def test_a_team_of_a_dense_step_has_one_unit(spec: CompressStoreSpec) -> None:
 def test_sizes_agree(spec: CompressStoreSpec) -> None:
     """What the kernel divides leaves no rest, however many blocks share a window."""
     plan = plan_of(spec)
-    assert plan.ratio == 4 or plan.window // 8 // plan.batch >= plan.slots, "else more windows than two are in the ring, or at their end"
+    assert plan.ratio == 4 or plan.window // 8 // plan.batch >= plan.slots, "two turns rest on it"
     assert plan.window % plan.batch == 0 and min(32, plan.window) % plan.batch == 0
     assert 1 <= plan.slots <= plan.pooling and plan.threads <= 1024
     assert not plan.late or plan.looks == 1, "a ticket's rows are looked at by themselves"
