@@ -328,7 +328,9 @@ def predicted(rows: Sequence[Prediction], measured_rows: Sequence[Row], changed:
 Each multiprocessor issues 4 warp instructions a cycle and moves 128 bytes a cycle through L1 and shared memory. Instructions are those that
 the emulator executed on a small prefill step (at ratio 128 the step itself) of the PTX for that target, times the kernel's ratio of
 SASS to PTX instructions (a wait for a barrier counts once, as the hardware suspends the warp); bytes are what the operation must
-move. "Slow pipe" is the slowest of conversions (64 lanes a cycle), special functions (16) and shuffles (32).
+move. "Slow pipe" is the slowest of conversions (64 lanes a cycle), special functions (16) and shuffles (32). Shared memory, without
+the 1 KB that a multiprocessor takes for each block, is the most that a launch asks for: at ratio 128 short steps of the SM100 family
+ask for 12 KB less, so that three blocks fit.
 
 {arithmetic}
 

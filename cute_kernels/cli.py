@@ -222,7 +222,10 @@ def cache_clear() -> None:
 @click.option("--counts/--no-counts", default=True, help="Also print instruction counts by class.")
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Processes that compile.")
 def inspect(targets: list[Target], only: str, counts: bool, jobs: int) -> None:
-    """Registers, spills, shared memory, occupancy, access widths and instruction counts of each kernel."""
+    """Registers, spills, shared memory, occupancy, access widths and instruction counts of each kernel.
+
+    Shared memory is the most that a launch asks for, of which occupancy follows: a short step may ask for less.
+    """
     import tempfile
 
     from cute_kernels.compile import cache as kernels

@@ -34,7 +34,7 @@ class BuildInfo:
 
     registers     of one thread
     spill_bytes   stack of one thread (0: nothing spilled)
-    shared_bytes  static and dynamic shared memory of one block
+    shared_bytes  static and dynamic shared memory of one block, the most a launch asks for
     cubin_bytes   size of the machine code
     seconds       time of tracing and compiling, without imports
     """

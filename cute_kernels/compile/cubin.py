@@ -9,6 +9,7 @@ from cute_kernels.errors import CompileError
 
 _EIATTR_FRAME_SIZE, _EIATTR_MIN_STACK_SIZE, _EIATTR_REGCOUNT = 0x11, 0x12, 0x2F
 _EIFMT_SVAL = 4
+RESERVED = 1024  # bytes of shared memory that a multiprocessor takes for itself of each block, from compute capability 9.0 on
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Resources:
 
     registers     of one thread, the most of any kernel
     spill_bytes   stack of one thread, the most of any kernel: 0 means that nothing was spilled
-    static_shared shared memory the code reserves by itself, in bytes
+    static_shared shared memory the code reserves by itself, in bytes, without the `RESERVED` ones
     cubin_bytes   size of the machine code file
     """
 
@@ -40,7 +41,8 @@ def read_resources(cubin: bytes) -> Resources:
         raise CompileError("the cubin records no register count", hint="its format is unknown to this version; report it")
     stack = values.get(_EIATTR_FRAME_SIZE, []) + values.get(_EIATTR_MIN_STACK_SIZE, [])
     shared = [size for name, (_, size) in sections.items() if name.startswith(".nv.shared.") and "reserved" not in name]
-    return Resources(max(registers), max(stack, default=0), max(shared, default=0), len(cubin))
+    # Addresses begin behind the reserved bytes, which such a section therefore counts: of one of 1024 the driver says 0 (H200).
+    return Resources(max(registers), max(stack, default=0), max(shared, default=RESERVED) - RESERVED, len(cubin))
 
 
 def _sections(elf: bytes) -> dict[str, tuple[int, int]]:

@@ -20,6 +20,7 @@ from cute_kernels.errors import CompileError
 
 # Options of every compile, besides --gpu-arch. -fmad=false makes the PTX the exact meaning of a kernel.
 OPTIONS = ("--enable-tvm-ffi", "--ptxas-options=-fmad=false")
+ENTRY = 2  # raised where an entry of the disk cache says something else than before about the same object
 # Host code is compiled for the oldest CPU of the machine's kind, as (LLVM's CPU name, features): left alone the DSL uses all that the
 # building machine has, and a pack or a shared cache would crash on an older one.
 _HOST_CPUS = {"x86_64": ("x86-64", "+sse2"), "aarch64": ("generic", "+neon")}
@@ -114,8 +115,8 @@ def source_fingerprint(module: str) -> str:
 
 
 def fingerprint(module: str) -> str:
-    """`source_fingerprint` and the versions of the DSL and of TVM-FFI: what an object of the disk cache must agree with."""
-    return _hash([source_fingerprint(module), versions()])
+    """`source_fingerprint`, the versions of the DSL and of TVM-FFI, and `ENTRY`: what an object of the disk cache must agree with."""
+    return _hash([source_fingerprint(module), versions(), ENTRY])
 
 
 def _hash(data: object) -> str:

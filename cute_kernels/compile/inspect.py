@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
+from cute_kernels.compile.cubin import RESERVED
 from cute_kernels.errors import CompileError
 
 # SASS opcodes by class, first match wins. `barrier` counts block barriers and mbarrier operations, `cluster` whatever needs a
@@ -69,7 +70,7 @@ class Instructions:
 class Multiprocessor:
     """What one multiprocessor holds at a time (CUDA programming guide, technical specifications by compute capability).
 
-    shared  bytes of shared memory, of which each block takes RESERVED for itself
+    shared  bytes of shared memory, of which it takes `cubin.RESERVED` for itself for each block, and gives blocks multiples of UNIT
     """
 
     threads: int
@@ -77,13 +78,14 @@ class Multiprocessor:
     shared: int
     registers: int = 65536
 
-    RESERVED: ClassVar[int] = 1024
+    UNIT: ClassVar[int] = 128
 
     def occupancy(self, threads: int, registers: int, shared: int) -> float:
         """Share of its threads that can be resident, with blocks of `threads`, `registers` a thread and `shared` bytes a block."""
         warps = -(-threads // 32)
         of_warp = -(-registers * 32 // 256) * 256
-        blocks = (self.threads // threads, self.blocks, self.registers // (of_warp * warps), self.shared // (shared + self.RESERVED))
+        of_block = -(-(shared + RESERVED) // self.UNIT) * self.UNIT
+        blocks = (self.threads // threads, self.blocks, self.registers // (of_warp * warps), self.shared // of_block)
         return min(blocks) * threads / self.threads
 
 

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from cute_kernels.compile import build, cache
-from cute_kernels.compile.inspect import Instructions, count_instructions, disassemble, pdl_faults
+from cute_kernels.compile.inspect import Instructions, count_instructions, disassemble, multiprocessor, pdl_faults
 from cute_kernels.compile.matrix import support_matrix
 from cute_kernels.compile.spec import (
     CompressStoreSpec,
@@ -91,13 +91,17 @@ def test_kernel(spec: KernelSpec) -> None:
 
     assert manifest["spill_bytes"] == 0 and found.counts.get("local memory", 0) == 0, "registers are spilled"
     assert manifest["shared_bytes"] <= spec.target.shared_bytes
+    arrays = [int(size) for size in re.findall(r"^\s*\.shared \.align \d+ \.b8 \S+\[(\d+)\]", ptx, re.MULTILINE)]
+    if ".extern .shared" not in ptx:
+        assert sum(arrays) <= manifest["shared_bytes"] <= sum(arrays) + 16 * len(arrays), "what its arrays take, aligned, and no more"
     threads = block_threads(ptx)
     rounded = -(-manifest["registers"] // REGISTER_GRANULE) * REGISTER_GRANULE
     assert rounded * threads <= REGISTERS_OF_AN_SM, f"{manifest['registers']} registers x {threads} threads exceed an SM's"
 
     if isinstance(spec, CompressStoreSpec) and plan_of(spec).resident == 3:
-        shared = with_one_room(manifest["shared_bytes"])  # with the 1 KB that an SM reserves for each block
-        assert 3 * shared <= 228 * 1024 and 3 * rounded * threads <= REGISTERS_OF_AN_SM, "three blocks of a short step fit"
+        sm, shared = multiprocessor(spec.target.gpu_arch), with_one_room(manifest["shared_bytes"])
+        blocks = sm.occupancy(threads, manifest["registers"], shared) * sm.threads / threads
+        assert blocks == 3, "three blocks of a short step fit on an SM"
 
     assert re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1] == spec.target.gpu_arch
     assert pdl_faults(ptx) == []

@@ -120,6 +120,16 @@ def test_occupancy(threads: int, registers: int, shared: int, wanted: float) -> 
     assert Multiprocessor(threads=1024, blocks=16, shared=100 * 1024).occupancy(threads, registers, shared) == wanted
 
 
+@pytest.mark.parametrize(
+    ("threads", "registers", "shared", "blocks"),
+    [(320, 64, 76704, 3), (320, 64, 76576 + 256, 2), (288, 68, 74464 + 1024, 3), (320, 94, 90000, 2), (192, 148, 100064, 2)],
+)
+def test_blocks_that_the_driver_of_an_h200_counts(threads: int, registers: int, shared: int, blocks: int) -> None:
+    """By cuOccupancyMaxActiveBlocksPerMultiprocessor (2026-12-01), for kernels of `compress_store`."""
+    found = multiprocessor("sm_90a")
+    assert found.occupancy(threads, registers, shared) == blocks * threads / found.threads
+
+
 def test_threads_of_a_block() -> None:
     assert block_threads(".reqntid 32, 4, 1") == 128
     assert block_threads(".maxntid 256") == 256
